@@ -1,5 +1,6 @@
 """What every test shares: a clean environment, one torch thread, and the reason for skipping CUDA tests."""
 
+import multiprocessing.util
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ if not torch.cuda.is_available():
 # A shell that puts the tests in its background has SIGINT ignored, and some tests interrupt themselves.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-EXECUTE = subprocess.Popen
+EXECUTE, SPAWN = subprocess.Popen, multiprocessing.util.spawnv_passfds
 
 _JOB_VARIABLES = (
     *("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
@@ -29,9 +30,10 @@ _JOB_VARIABLES = (
 @pytest.fixture(autouse=True, scope="session")
 def forked_processes():
     """Processes of this interpreter that a test starts need not load torch again."""
+    forkserver.use_own_ports()
     with pytest.MonkeyPatch.context() as patch:
         if sys.platform == "linux":
-            patch.setattr(subprocess, "Popen", forkserver.Popen)
+            forkserver.fork_from_here(patch.setattr)
         yield
 
 
@@ -40,6 +42,7 @@ def executed_processes(request, monkeypatch):
     """Tests of the start itself run a new interpreter."""
     if request.node.get_closest_marker("executes_python"):
         monkeypatch.setattr(subprocess, "Popen", EXECUTE)
+        monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", SPAWN)
 
 
 @pytest.fixture(autouse=True)

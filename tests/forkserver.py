@@ -9,9 +9,13 @@ is orphaned at once, and answers with its id. The asking process is a subreaper 
 the parent of the new process.
 """
 
+import atexit
+import contextlib
 import ctypes
+import encodings.idna  # noqa: F401  # which a server's first socket loads
 import gc
 import json
+import multiprocessing.util
 import os
 import runpy
 import socket
@@ -20,20 +24,26 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 _ROOT = Path(__file__).parents[1]
 _SET_CHILD_SUBREAPER = 36
 _MESSAGE_BYTES = 1 << 20
 _MOST_DESCRIPTORS = 16
-_ANSWER_SECONDS = 60.0
+_MOST_SHOWN = 4000
+"""Bytes of a new process's command line, and of its environment, that ``/proc`` shows."""
+_ANSWER_SECONDS = 100.0  # the first one comes when everything is loaded
+_MOST_WORKERS = 20  # of pytest-xdist, each with ports of its own
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")  # libraries that start threads when loaded
-_AT_START = ("PYTHON", "NUMBA_", "TORCH", "TRITON_", "CUDA_", "EXAMPLE_MARK")
-"""Variables that count when an interpreter or a module starts, or that a test reads from ``/proc``."""
+_AT_START = ("PYTHON", "NUMBA_", "TORCH", "TRITON_", "CUDA_")
+"""Variables that count when an interpreter or a module starts."""
+_LATER = ("PYTHONPATH", "TORCHELASTIC_", "TORCH_NCCL_")
+"""Variables of these names that do not."""
 
-_Execute = subprocess.Popen
+_Execute, _spawn = subprocess.Popen, multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
 
 
 class ForkServer:
@@ -42,6 +52,12 @@ class ForkServer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
+        self._owner = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process may ask; a fork of it may not, since new processes would not be its children."""
+        return os.getpid() == self._owner
 
     def fork(self, request: dict[str, Any], descriptors: Sequence[int]) -> int:
         """Start a process; return its id."""
@@ -60,14 +76,23 @@ class ForkServer:
             raise RuntimeError("the fork server is gone; its message is above")
         return pid
 
+    def of(self, serving: socket.socket) -> None:
+        """Ask through a socket behind which a fork server is."""
+        self._socket, self._owner = serving, os.getpid()
+
+    def start(self) -> None:
+        """Begin before the first request, which else waits for seconds."""
+        with self._lock:
+            self._socket = self._socket or self._start()
+
     def _start(self) -> socket.socket:
         self._socket, other = _pair()
         with other:
             _Execute(
-                [sys.executable, "-m", "tests.forkserver", str(other.fileno())],
+                [sys.executable, "-m", "tests.forkserver", str(other.fileno()), " " * _MOST_SHOWN],
                 pass_fds=(other.fileno(),),
                 stdin=subprocess.DEVNULL,
-                env=os.environ | dict.fromkeys(_THREADS, "1"),
+                env=os.environ | dict.fromkeys(_THREADS, "1") | {"ROOM": " " * _MOST_SHOWN},
                 cwd=_ROOT,
                 start_new_session=True,
             )
@@ -85,14 +110,17 @@ class Popen(_Execute):  # type: ignore[type-arg]
         pipes, start_new_session = rest[:6], rest[-2]  # reading and writing ends of stdin, stdout, stderr; -1 for none
         words = [os.fspath(word) for word in args] if isinstance(args, list | tuple) else []
         environment = dict(os.environ if env is None else env)
-        if shell or preexec_fn or not _is_forkable(words, environment):
+        is_unbuffered = words[1:2] == ["-u"]  # torchrun's
+        if is_unbuffered:
+            del words[1]
+        if shell or preexec_fn or not _server.is_here or not _is_forkable(words, environment):
             before = (args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell)
             super()._execute_child(*before, *rest)  # type: ignore[misc]
             return
         standard = (pipes[0], pipes[3], pipes[5])
         request = {
             "words": words[1:],
-            "environment": environment,
+            "environment": environment | ({"PYTHONUNBUFFERED": "1"} if is_unbuffered else {}),
             "directory": os.fspath(cwd) if cwd else os.getcwd(),
             "numbers": [0, 1, 2, *pass_fds],
             "session": bool(start_new_session),
@@ -105,9 +133,33 @@ class Popen(_Execute):  # type: ignore[type-arg]
             self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
+def spawn(path: Any, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
+    """Stands in for ``multiprocessing.util.spawnv_passfds``: the new process is forked."""
+    if not _server.is_here:
+        return _spawn(path, arguments, descriptors)
+    words = [os.fsdecode(word) for word in arguments]
+    request = {
+        "words": words[words.index("-c") :],  # flags stand before it
+        "environment": dict(os.environ),
+        "directory": os.getcwd(),
+        "numbers": [0, 1, 2, *descriptors],
+        "session": False,
+    }
+    return _server.fork(request, [0, 1, 2, *descriptors])
+
+
+def fork_from_here(replace: Callable[[object, str, Any], None]) -> None:
+    """Have processes that this one starts be forked; ``replace`` is :func:`setattr`, or one that can be undone."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        _server.start()
+    replace(subprocess, "Popen", Popen)
+    replace(multiprocessing.util, "spawnv_passfds", spawn)
+
+
 def _is_forkable(words: Sequence[str], environment: dict[str, str]) -> bool:
     def differs(name: str) -> bool:
-        return name.startswith(_AT_START) and name != "PYTHONPATH" and environment.get(name) != os.environ.get(name)
+        matters = name.startswith(_AT_START) and not name.startswith(_LATER)
+        return matters and environment.get(name) != os.environ.get(name)
 
     is_python = len(words) > 1 and words[0] == sys.executable and (words[1] in ("-c", "-m") or words[1].endswith(".py"))
     return is_python and not any(differs(name) for name in environment.keys() | os.environ.keys())
@@ -147,14 +199,42 @@ def _serve(listening: socket.socket) -> dict[str, Any] | None:
         os.close(descriptor)
     request: dict[str, Any] = json.loads(data)
     _place(descriptors, request["numbers"])
+    if request["words"][:2] != ["-m", "psservice"]:  # which starts no other
+        _fork_here_too(request["numbers"])
     if request["session"]:
         os.setsid()
     os.environ.clear()
     os.environ.update(request["environment"])
+    _show([sys.executable, *request["words"]], request["environment"])
     os.chdir(request["directory"])
     while os.getppid() == first_parent:  # a server ends when its parent is not the one that it was told
         time.sleep(0.001)
     return request
+
+
+def _fork_here_too(numbers: Sequence[int]) -> None:
+    """Leave a fork server behind, as a child, while nothing has been started here; it ends with this process."""
+    mine, other = _pair()
+    if os.fork() == 0:
+        mine.close()
+        os.setsid()  # no signal of the new process's group, and none of its files, is for it
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in numbers:
+            os.dup2(null, number)
+        os.close(null)
+        _answer(other)
+    other.close()
+    _server.of(mine)
+    fork_from_here(setattr)
+
+
+def _show(words: Sequence[str], environment: dict[str, str]) -> None:
+    """Let ``/proc`` show the new process's command line and environment, where it shows those of the fork server."""
+    places = list(map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49]))
+    lines = [f"{name}={value}" for name, value in environment.items()]
+    for begin, end, shown in ((*places[:2], words), (*places[2:], lines)):
+        data = b"\0".join(map(os.fsencode, shown))[: end - begin - 1]
+        ctypes.memmove(begin, data.ljust(end - begin, b"\0"), end - begin)
 
 
 def _place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
@@ -200,6 +280,45 @@ def _run(words: Sequence[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
+def _end(status: int) -> NoReturn:
+    """End as an interpreter does, but free no object: that would copy every page that the fork server has filled."""
+    threading._shutdown()  # type: ignore[attr-defined]  # awaits threads that are no daemons
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):  # nobody reads; the interpreter's own end tells of it
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+def _answer(listening: socket.socket) -> NoReturn:
+    """Fork a process for each request, and end with the last; be, in each, what it asks for, to its end."""
+    request = _serve(listening)
+    if request is None:
+        os._exit(0)
+    _open_standard_streams()
+    status: object = 0
+    try:
+        _run(request["words"])
+    except SystemExit as ended:
+        status = ended.code
+    if not isinstance(status, int | None):
+        sys.exit(status)
+    _end(status or 0)
+
+
+def use_own_ports() -> None:
+    """Let servers whose port nobody names share their ports with no other of pytest's processes.
+
+    Or one could get the port of a server that is being started again.
+    """
+    from psservice.rpc import ports
+
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _MOST_WORKERS
+    share = len(ports._UNNAMED_PORTS) // _MOST_WORKERS
+    ports._UNNAMED_PORTS = ports._UNNAMED_PORTS[worker * share : (worker + 1) * share]
+
+
 def main() -> None:
     """Load what a server and a worker load, and fork."""
     sys.modules["triton"] = None  # type: ignore[assignment]  # it would report leaks at the end of each process
@@ -207,16 +326,21 @@ def main() -> None:
 
     del sys.modules["triton"]
     import psclient.optim.base  # noqa: F401
-    import psservice.app.server  # noqa: F401
+    import psservice.app.server
+    import psservice.app.shard_processes
+    import psservice.cli.serve
+    import psservice.observability.logging  # noqa: F401
+    from pscore.warmup import warm_up
 
+    warm_up()  # loads numba, which a server does with its first large push
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # torch's, of its own tables
+        finalizer.atexit = False
     gc.collect()
     gc.freeze()
+    use_own_ports()
     if len(os.listdir("/proc/self/task")) != 1:
         raise RuntimeError("a fork would lose the threads that an import has started")
-    request = _serve(socket.socket(fileno=int(sys.argv[1])))
-    if request is not None:
-        _open_standard_streams()
-        _run(request["words"])
+    _answer(socket.socket(fileno=int(sys.argv[1])))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 MOST_CONNECTIONS = 16
 READ_SECONDS = 5.0
 CONNECTION_SECONDS = 15.0
-_POLL_SECONDS = 0.5
+_POLL_SECONDS = 0.05  # how soon close() ends
 _BUSY = b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 

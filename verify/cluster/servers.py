@@ -18,9 +18,9 @@ from verify.failpoint import skewed_clock
 
 _START_SECONDS = 40.0
 _STOP_SECONDS = 40.0
-_LOWEST_PORT, _HIGHEST_PORT = 20_000, 32_000
-"""Below the ports that the system gives to outgoing connections: one of these could take a dead server's port."""
-_given: set[int] = set()
+_LOWEST_PORT, _HIGHEST_PORT = 30_000, 32_700
+"""Above the ports of servers that nobody names, below those of outgoing connections: both could take a dead one."""
+_claims: dict[int, socket.socket] = {}
 
 
 def end_on_sigterm() -> None:
@@ -221,19 +221,32 @@ class Servers:
 
 
 def free_ports(count: int) -> list[int]:
-    """Find ports on loopback, never found before, that nobody listens on and that no outgoing connection gets."""
+    """Find ports on loopback that nobody listens on, and that no other process finds here before this one has ended."""
     found: list[int] = []
-    begin = _LOWEST_PORT + os.getpid() * 7 % (_HIGHEST_PORT - _LOWEST_PORT)
-    for port in [*range(begin, _HIGHEST_PORT), *range(_LOWEST_PORT, begin)]:
-        if port in _given:
-            continue
-        with socket.socket() as trial:
-            try:
-                trial.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        found.append(port)
-        _given.add(port)
+    for port in range(_LOWEST_PORT, _HIGHEST_PORT):
+        if port not in _claims and _claim(port) and _is_free(port):
+            found.append(port)
         if len(found) == count:
             return found
     raise StartFailedError("no port is free")
+
+
+def _claim(port: int) -> bool:
+    """Bind a name that the system frees with this process; one process has it at a time."""
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0sparseps-port-{port}")
+    except OSError:
+        claim.close()
+        return False
+    _claims[port] = claim
+    return True
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as trial:
+        try:
+            trial.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

@@ -27,6 +27,7 @@ from pscore.wire.v1.parameter_server_pb2_grpc import (
     ParameterServerServiceServicer,
     add_ParameterServerServiceServicer_to_server,
 )
+from verify.cluster.servers import free_ports
 
 NAME = "psservice.test"
 
@@ -55,8 +56,7 @@ class Net:
     """Hosts of the loopback network, all on one port, and one name."""
 
     def __init__(self, credentials=None):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        [self.port] = free_ports(1)
         self.credentials = credentials
         self.servers, self.name, self.asked = {}, [], 0
 

@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.executes_python
-
 
 def run_chaos(output, *arguments: str) -> dict:
     words = [sys.executable, "-m", "verify", *arguments, "--workers", "3", "--output", str(output)]
@@ -30,6 +28,7 @@ def test_nothing_is_lost_or_doubled_under_kills_and_images_are_replicas(tmp_path
     assert found["faults"]["servers killed"] >= 3
 
 
+@pytest.mark.executes_python  # a process that the fork server forks does not share a mount of the one that asks
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_nothing_is_lost_without_room_and_without_descriptors(tmp_path):

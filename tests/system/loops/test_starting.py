@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 
@@ -20,20 +19,16 @@ from psservice.app.server import Server
 from psservice.settings import ServerSettings
 from tests.system.connecting.test_raw_client import RawWorker
 from tests.system.tools import QUICK, make_data, make_model, train_step
+from verify.cluster.servers import free_ports
 
 STATES = health_pb2.HealthCheckResponse
 WAIT_SECONDS = 60
 
 
-def free_address():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"127.0.0.1:{listener.getsockname()[1]}"
-
-
 @pytest.fixture
 def starting(tmp_path):
     """A server that has opened its health port and now waits for its token file, a pipe that nobody has written to."""
-    pipe, health = tmp_path / "tokens", free_address()
+    pipe, health = tmp_path / "tokens", f"127.0.0.1:{free_ports(1)[0]}"
     os.mkfifo(pipe)
     read_end, write_end = os.pipe()
     process = subprocess.Popen(

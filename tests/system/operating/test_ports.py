@@ -2,24 +2,19 @@
 
 import json
 import signal
-import socket
 
 import pytest
 
 from psclient.errors import ConfigurationError
 from psclient.rpc.local_server import LocalServer
 from psservice.cli import serve
+from verify.cluster.servers import free_ports
 
 UNNAMED = {"health_listen": None, "metrics_listen": None}
 
 
 def port_of(address):
     return int(address.rpartition(":")[2])
-
-
-def free_address():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 def test_servers_of_one_host_take_different_ports_and_say_which(tmp_path):
@@ -43,7 +38,7 @@ def test_ports_that_nobody_has_named_are_never_those_that_somebody_names():
 
 
 def test_a_server_that_was_killed_finds_its_port_beside_one_that_started_meanwhile():
-    with LocalServer(listen=free_address(), **UNNAMED) as first:
+    with LocalServer(listen=f"127.0.0.1:{free_ports(1)[0]}", **UNNAMED) as first:
         first.processes[0].send_signal(signal.SIGKILL)
         first.processes[0].wait(60)
         with LocalServer(**UNNAMED) as second:
