@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "save":
             download.save(options.addresses, options.out, settings.load(), patience_seconds=options.timeout)
         else:
+            modelfile.check_path(options.out)
             modelfile.write(options.out, modelfile.read_parts(options.parts), {"format": "pt"})
     except (SparsepsError, modelfile.ModelFileError, OSError) as error:
         print(f"psclient: {escaped(str(error))}", file=sys.stderr)

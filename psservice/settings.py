@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from pydantic_settings import CliSettingsSource, SettingsConfigDict
 
 from pscore.config import LayeredSettings, unknown_setting
-from pscore.names import LONGEST_NAME
+from pscore.names import LONGEST_NAME, model_file_fault
 from pscore.net.channels import is_loopback
 from pscore.select import DEFAULT_DENSE_BELOW, DEFAULT_SELECTOR, SELECTORS
 from pscore.wire.codecs.names import VALUE_CODECS
@@ -215,6 +215,8 @@ class ServerSettings(LayeredSettings):
         for name, known in (("down_selector", SELECTORS), ("down_value_type", VALUE_CODECS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{self.explicit(name)} {getattr(self, name)!r}: use one of {', '.join(known)}")
+        if self.final_model is not None and (fault := model_file_fault(self.final_model)):
+            raise ValueError(f"--final-model {fault}")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key are given together")
         if self.tls_client_ca and not self.tls_cert:

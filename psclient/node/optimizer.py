@@ -36,7 +36,7 @@ from psclient.model.module import describe
 from psclient.model.replica import Replica
 from psclient.node.comm import NodeComm, NodeStatus
 from psclient.node.group import leader_settings, unwrap_ddp
-from psclient.optim.arguments import check_added, check_step
+from psclient.optim.arguments import check_added, check_params, check_step
 from psclient.optim.base import ParameterServerOptimizer
 from psclient.report import StepReport, Totals
 from psclient.settings import ClientSettings, Server
@@ -102,7 +102,7 @@ class NodeOptimizer(Optimizer):
         self._status = NodeStatus()
         self._own: ParameterServerOptimizer | None = None
         self._joined = False
-        super().__init__(params, {})
+        super().__init__(check_params(params), {})
         self._model = describe(module, self.param_groups, upload_frozen=resolved.upload_frozen)
         self._interrupted = PushedGradients()  # on every process, as each has to know whether to call a closure
         self._loss: Any = None
