@@ -53,9 +53,11 @@ def flatten(layout: ModelLayout, state: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def check_path(path: str | Path) -> None:
-    """Raise :class:`ModelFileError` where no model can be written: a URL, the name of a pickle, a missing folder."""
+    """Raise :class:`ModelFileError` where no model can be written: a URL, the name of a pickle, no or only a folder."""
     if fault := model_file_fault(path):
         raise ModelFileError(fault)
+    if Path(path).is_dir():
+        raise ModelFileError(f"{path} is a folder; name a file in it")
     if not Path(path).parent.is_dir():
         raise ModelFileError(f"there is no folder {Path(path).parent}; make it first")
 

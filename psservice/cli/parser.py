@@ -1,11 +1,11 @@
 """The words of ``psservice``: commands, their flags, and what a flag accepts; ``serve`` reads its own."""
 
 import argparse
-import math
 import os
 from pathlib import Path
 from typing import Any
 
+from pscore.units import positive_seconds, seconds_or_zero
 from pscore.version import __version__
 
 _MOST_VERSION_DIGITS = 18  # always fits into 64 bits
@@ -37,23 +37,6 @@ _COMMANDS = {
     "evict": ("end a worker's lease, and perhaps keep it out for a time", 10.0),
 }
 """Commands for running servers: their help, and the deadline of their calls, seconds."""
-
-
-def _seconds(text: str) -> float:
-    seconds = _seconds_or_none(text)
-    if not seconds:
-        raise argparse.ArgumentTypeError("it must be above 0")
-    return seconds
-
-
-def _seconds_or_none(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return seconds
 
 
 def _version(text: str) -> int:
@@ -88,7 +71,7 @@ _SWITCH = {"action": "store_true"}
 _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     "top": {
         "--once": {**_SWITCH, "help": "show one frame; the same where stdout is no terminal"},
-        "--interval-seconds": {"type": _seconds, "default": 2.0, "metavar": "SECONDS", "help": _INTERVAL},
+        "--interval-seconds": {"type": positive_seconds, "default": 2.0, "metavar": "SECONDS", "help": _INTERVAL},
     },
     "snapshot": {
         "--name": {"type": _checkpoint_name, "metavar": "NAME", "help": "keep it under this name until it is deleted"}
@@ -102,7 +85,7 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         "--stop": {**_SWITCH, "help": "then end the processes, as SIGTERM does"},
         "--undo": {**_SWITCH, "help": "open the shards again"},
     },
-    "evict": {"--ban-seconds": {"type": _seconds_or_none, "default": 0.0, "metavar": "N", "help": _BAN}},
+    "evict": {"--ban-seconds": {"type": seconds_or_zero, "default": 0.0, "metavar": "N", "help": _BAN}},
 }
 """The flags that only one command has."""
 
@@ -132,7 +115,9 @@ def command_parser() -> argparse.ArgumentParser:
     health = commands.add_parser("health", help="ask a server's health port; exit status 0 if it serves, 1 if not")
     where = "HOST:PORT: its --health-listen, or its --listen without TLS"
     health.add_argument("address", metavar="ADDRESS", help=where)
-    health.add_argument("--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="for an answer (default 5)")
+    health.add_argument(
+        "--timeout", type=positive_seconds, default=5.0, metavar="SECONDS", help="for an answer (default 5)"
+    )
     replay = commands.add_parser("replay", help="write the model at any version that a data directory covers")
     where = "the servers' --data-dir, with every shard's folder"
     replay.add_argument("directory", type=Path, metavar="DIR", help=where)
@@ -155,7 +140,7 @@ def _add_flags(parser: argparse.ArgumentParser, name: str, seconds: float) -> No
         default = kind(found) if found else None if kind is Path else ""
         parser.add_argument(f"--{flag}", type=kind, default=default, metavar=metavar, help=f"{what} ({variable})")
     help_ = f"deadline of each call (default {seconds:g})"
-    parser.add_argument("--timeout", type=_seconds, default=seconds, metavar="SECONDS", help=help_)
+    parser.add_argument("--timeout", type=positive_seconds, default=seconds, metavar="SECONDS", help=help_)
     is_exclusive = name in ("restore", "drain")
     group = parser.add_mutually_exclusive_group(required=name == "restore") if is_exclusive else parser
     for flag, own in _FLAGS.get(name, {}).items():

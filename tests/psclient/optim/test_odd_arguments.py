@@ -92,7 +92,8 @@ def test_a_model_or_nothing_as_params_is_named_with_what_is_wanted(method):
 
 
 @pytest.mark.parametrize(
-    ("name", "wanted"), [("model.pt", "safetensors"), ("no/folder/model.safetensors", "no folder .*folder")]
+    ("name", "wanted"),
+    [("model.pt", "safetensors"), ("no/folder/model.safetensors", "no folder .*folder"), (".", "is a folder")],
 )
 def test_a_model_is_saved_as_what_its_name_says_and_where_there_is_a_folder(tmp_path, name, wanted):
     with pytest.raises(ConfigurationError, match=wanted):  # before the server is asked, which is not there
