@@ -13,6 +13,16 @@ QUICKSTART_STAMP := $(VENV)/.quickstart-installed
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
 SOURCES := pscore psservice psclient tests examples benchmarks verify tools
 
+# An environment stays with the interpreter that made it, so a choice that differs is refused and not ignored.
+ifneq ($(filter command environment,$(firstword $(origin PYTHON))),)
+ifneq ($(wildcard $(VENV)/bin/python),)
+BUILD := -c 'import sys; print(sys.base_prefix, *sys.version_info[:2])'
+ifneq ($(shell $(PYTHON) $(BUILD) 2>&1),$(shell $(VENV)/bin/python $(BUILD) 2>&1))
+$(error $(VENV) was made by another interpreter than PYTHON=$(PYTHON): remove it, or add VENV=.venv-other)
+endif
+endif
+endif
+
 .DEFAULT_GOAL := help
 .PHONY: help venv quickstart examples test container-test fuzz fuzz-service chaos soak lint format stubs references bench scale compare wheel clean
 

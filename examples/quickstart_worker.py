@@ -1,6 +1,7 @@
 """One worker of the quickstart: the data, the model, and a training loop with three lines of psclient in it."""
 
 import functools
+import logging
 import multiprocessing
 import os
 import threading
@@ -92,6 +93,8 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
 def train(index: int, job: Job, tell: Callable[[Progress], None]) -> None:
     """Train on this worker's share of the data and tell of each step."""
     torch.set_num_threads(1)  # the workers share the cores
+    if index:  # the first worker's warnings are all workers'
+        logging.getLogger("psclient").setLevel(logging.ERROR)
     torch.manual_seed(job.seed)
     images, labels = load_digits()[0].tensors
     share = TensorDataset(images[index :: job.workers], labels[index :: job.workers])

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pscore.units import positive_seconds
 from pscore.version import __version__
 
 
@@ -22,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "addresses", nargs="+", metavar="ADDRESS", help="HOST:PORT of each shard, in order; or dns:///HOST:PORT"
     )
     save.add_argument("--out", type=Path, required=True, metavar="FILE")
-    save.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="how long to try")
+    save.add_argument("--timeout", type=positive_seconds, default=30.0, metavar="SECONDS", help="how long to try")
     merge = commands.add_parser("merge", help="join the final models of all shards into one file")
     merge.add_argument("parts", nargs="+", type=Path, metavar="PART")
     merge.add_argument("--out", type=Path, required=True, metavar="FILE")
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "save":
             download.save(options.addresses, options.out, settings.load(), patience_seconds=options.timeout)
         else:
+            modelfile.check_path(options.out)
             modelfile.write(options.out, modelfile.read_parts(options.parts), {"format": "pt"})
     except (SparsepsError, modelfile.ModelFileError, OSError) as error:
         print(f"psclient: {escaped(str(error))}", file=sys.stderr)

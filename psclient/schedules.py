@@ -18,11 +18,6 @@ DGC_WARMUP = (0.25, 0.0625, 0.015625, 0.004)
 """Densities of the first four epochs of DGC's warm-up (Lin et al., section 3.3)."""
 
 
-def constant(density: float) -> DensitySchedule:
-    """The same density at every step."""
-    return lambda step: density
-
-
 def dgc_warmup(steps_per_epoch: int, final: float = 0.001) -> DensitySchedule:
     """DGC's exponential warm-up: 25 %, 6.25 %, 1.5625 %, 0.4 % for an epoch each, then ``final``; never below it."""
     if steps_per_epoch < 1:

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
-from pydantic import Field, SecretStr, ValidationInfo, field_validator
+from pydantic import SecretStr, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from psclient.errors import ConfigurationError
-from pscore.config import LayeredSettings
+from pscore.config import LayeredSettings, setting
 from pscore.net.addresses import AddressError, expand
 from pscore.net.channels import Security
 from pscore.select import DEFAULT_DENSE_BELOW, DEFAULT_SELECTOR, SELECTORS
@@ -49,71 +49,54 @@ class ClientSettings(LayeredSettings):
 
     model_config = SettingsConfigDict(env_prefix="PSCLIENT_", frozen=True, extra="forbid")
 
-    server: str = Field(
+    server: str = setting(
         LOCAL,
-        description="HOST:PORT of each shard in order, separated by commas, or as a range: ps-{0..3}.ps:50051; of any "
-        "one shard of psservice serve --shards; or dns:///HOST:PORT, one name for all shards; local starts an embedded "
-        "server",
+        "HOST:PORT of each shard in order, separated by commas, or as a range: ps-{0..3}.ps:50051; of any one shard of "
+        "psservice serve --shards; or dns:///HOST:PORT, one name for all shards; local starts an embedded server",
     )
-    worker: str = Field("", description="this worker's name; empty takes it from the job's environment")
-    run_id: str = Field("", description="refuse to train in any other run; empty accepts the server's")
-    tls_ca: Path | None = Field(
-        None, description="CA certificates (PEM) that the server's must descend from; turns on TLS"
+    worker: str = setting("", "this worker's name; empty takes it from the job's environment")
+    run_id: str = setting("", "refuse to train in any other run; empty accepts the server's")
+    tls_ca: Path | None = setting(None, "CA certificates (PEM) that the server's must descend from; turns on TLS")
+    tls_cert: Path | None = setting(None, "this worker's certificate (PEM), for mutual TLS")
+    tls_key: Path | None = setting(None, "its key (PEM)")
+    tls_server_name: str = setting("", "name in the server's certificate, where the address has another")
+    token: SecretStr = setting(SecretStr(""), "bearer token; better a file, or the environment")
+    token_file: Path | None = setting(None, "file that holds the bearer token; read at each connection")
+    deadline_seconds: float = setting(
+        30.0, "longest time for one call; of a push, a pull or a model, without a byte that moves", gt=0
     )
-    tls_cert: Path | None = Field(None, description="this worker's certificate (PEM), for mutual TLS")
-    tls_key: Path | None = Field(None, description="its key (PEM)")
-    tls_server_name: str = Field("", description="name in the server's certificate, where the address has another")
-    token: SecretStr = Field(SecretStr(""), description="bearer token; better a file, or the environment")
-    token_file: Path | None = Field(None, description="file that holds the bearer token; read at each connection")
-    deadline_seconds: float = Field(
-        30.0,
-        gt=0,
-        description="longest time for one call to a server; of a push, a pull or a model, without a byte that moves",
+    connect_seconds: float = setting(60.0, "how long the first contact is tried", gt=0)
+    patience_seconds: float = setting(
+        300.0, "how long a lost server is tried again during training; the last call may take its deadline more", gt=0
     )
-    connect_seconds: float = Field(60.0, gt=0, description="how long the first contact is tried")
-    patience_seconds: float = Field(
-        300.0,
-        gt=0,
-        description="how long a lost server is tried again during training; the last call may take its deadline more",
-    )
-    value_type: str = Field("fp32", description="how pushed values travel: " + ", ".join(VALUE_CODECS))
-    index_codec: str = Field(
+    value_type: str = setting("fp32", "how pushed values travel: " + ", ".join(VALUE_CODECS))
+    index_codec: str = setting(
         "auto",
-        description="how indices travel, both ways; auto weighs bytes against time by the measured link, so that it "
-        "spends bytes on a fast one: auto, " + ", ".join(INDEX_CODECS),
+        "how indices travel, both ways; auto weighs bytes against time by the measured link, so that it spends bytes "
+        "on a fast one: auto, " + ", ".join(INDEX_CODECS),
     )
-    selector: str = Field(
-        DEFAULT_SELECTOR, description="how the entries of a push are selected: " + ", ".join(SELECTORS)
-    )
-    select_over: Literal["tensor", "group"] = Field(
-        "tensor", description="whether each tensor, or each merged group of tensors, is selected from by itself"
-    )
-    dense_below: int = Field(
-        DEFAULT_DENSE_BELOW, ge=0, description="tensors with fewer elements are pushed whole; 0 exempts nothing"
-    )
-    merge: Literal["pareto", "greedy", "buckets", "layers", "elements"] = Field(
+    selector: str = setting(DEFAULT_SELECTOR, "how the entries of a push are selected: " + ", ".join(SELECTORS))
+    select_over: Literal["tensor", "group"] = setting("tensor", "select from each tensor, or from each merged group")
+    dense_below: int = setting(DEFAULT_DENSE_BELOW, "tensors with fewer elements are pushed whole; 0: none", ge=0)
+    merge: Literal["pareto", "greedy", "buckets", "layers", "elements"] = setting(
         "buckets",
-        description="which neighbouring tensors travel together: the best plan from measured costs, that of the "
-        "MGS-SGD paper, groups by bytes, every tensor by itself, or groups by elements",
+        "which neighbouring tensors travel together: the best plan from measured costs, that of the MGS-SGD paper, "
+        "groups by bytes, every tensor by itself, or groups by elements",
     )
-    group_elements: int = Field(
-        2_000_000,
-        ge=1,
-        description="elements of a group with merge=elements, and until a plan is made of measurements",
-    )
-    bucket_bytes: int = Field(25 << 20, ge=1, description="bytes of gradients of a group with merge=buckets")
-    upload_frozen: bool = Field(
+    group_elements: int = setting(2_000_000, "elements of a group with merge=elements, and before a plan", ge=1)
+    bucket_bytes: int = setting(25 << 20, "bytes of gradients of a group with merge=buckets", ge=1)
+    upload_frozen: bool = setting(
         False,
-        description="keep parameters that need no gradient on the server, too, so that they may be thawed later; else "
-        "it compares their SHA-256 only; all workers must agree",
+        "keep frozen parameters on the server, too, so that they may be thawed later; else it compares their SHA-256 "
+        "only; all workers must agree",
     )
-    on_load: OnLoad = Field(
+    on_load: OnLoad = setting(
         "error",
-        description="what becomes of a model that a script loads into a worker of a run that has been trained: error "
-        "raises ModelLoadedError, server drops it, replace puts it in the place of the run's",
+        "what becomes of a model that a script loads into a worker of a run that has been trained: error raises "
+        "ModelLoadedError, server drops it, replace puts it in the place of the run's",
     )
-    tracing: bool = Field(False, description="trace each step, by OpenTelemetry (needs the extra sparseps[tracing])")
-    flush_on_sigterm: bool = Field(True, description="on SIGTERM, push what is still held, leave, then exit")
+    tracing: bool = setting(False, "trace each step, by OpenTelemetry (needs the extra sparseps[tracing])")
+    flush_on_sigterm: bool = setting(True, "on SIGTERM, push what is still held, leave, then exit")
 
     @property
     def security(self) -> Security:

@@ -20,13 +20,18 @@ _SERVICE_LINK = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT_\d+_(TC
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 
 
+def setting(default: Any, description: str, **bounds: Any) -> Any:
+    """Declare a setting, with its help and the bounds of its value."""
+    return Field(default, description=description, **bounds)
+
+
 class LayeredSettings(BaseSettings):
     """Base of a program's settings; a subclass sets ``env_prefix``, :attr:`failure` and its fields."""
 
     failure: ClassVar[type[Exception]]
     """Raised where a setting is unknown, its value cannot be, or the YAML file cannot be read."""
 
-    config: Path | None = Field(None, description="YAML file with any of these settings")
+    config: Path | None = setting(None, "YAML file with any of these settings")
 
     def __init__(self, **given: Any) -> None:
         names = type(self).model_fields

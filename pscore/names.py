@@ -13,12 +13,24 @@ RESERVED_TENSOR_NAME = "__metadata__"
 """The header entry of a safetensors file: a tensor of that name could be written and never read."""
 
 _LONGEST_SHOWN = 200
+_PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
     """Tell whether a path is a URL, also one from which ``Path`` has removed a slash."""
     return _URL.match(str(path)) is not None
+
+
+def model_file_fault(path: str | os.PathLike[str]) -> str:
+    """Return why a model cannot be written under a path's name; empty where it can be."""
+    name = str(path)
+    if is_url(name):
+        return f"{name!r} is a URL; name a file on this machine"
+    stem, suffix = os.path.splitext(name)
+    if suffix.lower() in _PICKLED:
+        return f"{name!r} is called like a pickle, and models are safetensors files; name it {stem}.safetensors"
+    return ""
 
 
 def is_name(text: str, longest: int = LONGEST_NAME) -> bool:

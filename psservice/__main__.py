@@ -2,7 +2,7 @@
 
 import sys
 
-from psservice.cli.serve import main
+from psservice.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from pydantic_settings import CliSettingsSource, SettingsConfigDict
 
-from pscore.config import LayeredSettings, unknown_setting
-from pscore.names import LONGEST_NAME
+from pscore.config import LayeredSettings, setting, unknown_setting
+from pscore.names import LONGEST_NAME, model_file_fault
 from pscore.net.channels import is_loopback
 from pscore.select import DEFAULT_DENSE_BELOW, DEFAULT_SELECTOR, SELECTORS
 from pscore.wire.codecs.names import VALUE_CODECS
@@ -27,10 +27,6 @@ _KINDS = {"str": "NAME", "int": "N", "float": "NUMBER", "Path": "FILE"}
 
 class SettingsError(ValueError):
     """A setting is unknown or out of range; the message names it."""
-
-
-def _setting(default: Any, description: str, **bounds: Any) -> Any:
-    return Field(default, description=description, **bounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,155 +46,94 @@ class ServerSettings(LayeredSettings):
         env_prefix=ENVIRONMENT_PREFIX, frozen=True, extra="forbid", cli_kebab_case=True, cli_implicit_flags=True
     )
 
-    listen: str = _setting("127.0.0.1:50051", "HOST:PORT for workers; port 0 picks a free one from 20000 to 29999")
-    health_listen: str = _setting(
-        "127.0.0.1:0", "HOST:PORT of the plaintext gRPC health service; port 0 as above, see the log; empty for none"
-    )
-    metrics_listen: str = _setting(
-        "127.0.0.1:0", "HOST:PORT of the Prometheus metrics and the status page; port 0 as above; empty for none"
-    )
-    tls_cert: Path | None = _setting(None, "the server's certificate chain (PEM); turns on TLS for workers")
-    tls_key: Path | None = _setting(None, "key (PEM) of that certificate")
-    tls_client_ca: Path | None = _setting(
-        None, "CA (PEM) of the clients' certificates; refuses callers without one (mutual TLS)"
-    )
-    tokens: Path | None = _setting(
-        None, "file of bearer tokens, ROLE TOKEN [WORKER] a line; refuses callers without one"
-    )
-    insecure: bool = _setting(False, "allow unauthenticated callers from beyond loopback, also in plaintext")
-    reflection: Literal["auto", "on", "off"] = _setting(
-        "auto", "gRPC reflection; auto is on for a loopback address only"
-    )
+    listen: str = setting("127.0.0.1:50051", "HOST:PORT for workers; port 0 picks a free one from 20000 to 29999")
+    health_listen: str = setting("127.0.0.1:0", "HOST:PORT of the plaintext health service; port 0 as above; or empty")
+    metrics_listen: str = setting("127.0.0.1:0", "HOST:PORT of metrics and status page; port 0 as above; or empty")
+    tls_cert: Path | None = setting(None, "the server's certificate chain (PEM); turns on TLS for workers")
+    tls_key: Path | None = setting(None, "key (PEM) of that certificate")
+    tls_client_ca: Path | None = setting(None, "CA (PEM) of callers' certificates (mutual TLS); refuses others")
+    tokens: Path | None = setting(None, "file of bearer tokens, ROLE TOKEN [WORKER] a line; refuses others")
+    insecure: bool = setting(False, "allow unauthenticated callers from beyond loopback, also in plaintext")
+    reflection: Literal["auto", "on", "off"] = setting("auto", "gRPC reflection; auto is on for loopback only")
 
-    device: str = _setting("auto", "device of the parameters: auto, cpu, cuda or cuda:N")
-    shard_index: int = _setting(0, "index of this shard; shard 0 coordinates", ge=0)
-    num_shards: int = _setting(1, "number of shards of the model", ge=1)
-    shards: int = _setting(
+    device: str = setting("auto", "device of the parameters: auto, cpu, cuda or cuda:N")
+    shard_index: int = setting(0, "index of this shard; shard 0 coordinates", ge=0)
+    num_shards: int = setting(1, "number of shards of the model", ge=1)
+    shards: int = setting(
         1,
         "serve all shards of the model from this host, a process each, with ports in a row: shard i has the ports of "
         "--listen and --metrics-listen plus i; one health port serves all. Limits of memory and threads are a shard's",
         ge=1,
         le=MOST_SHARDS_OF_A_HOST,
     )
-    init: Path | None = _setting(
-        None,
-        "model to start from instead of the first worker's upload: a safetensors file, or the data "
-        "directory of a run with any number of shards",
-    )
-    init_checkpoint: str = _setting("", "checkpoint of that directory; empty for its last version")
+    init: Path | None = setting(None, "model to start from: a safetensors file, or the data directory of another run")
+    init_checkpoint: str = setting("", "checkpoint of that directory; empty for its last version")
 
-    run_id: str = _setting("", "name of the run; empty for a random one", max_length=LONGEST_NAME)
-    down_mode: Literal["auto", "exact", "topk"] = _setting(
-        "auto", "kind of replies to pulls; auto is exact while few elements have changed, and top-k beyond that"
-    )
-    down_selector: str = _setting(DEFAULT_SELECTOR, "selector of the entries of a top-k reply: " + ", ".join(SELECTORS))
-    down_value_type: str = _setting("fp32", "type of the values in a top-k reply: " + ", ".join(VALUE_CODECS))
-    down_density: float = _setting(0.01, "density of a top-k reply", gt=0, le=1)
-    down_dense_below: int = _setting(
-        DEFAULT_DENSE_BELOW, "tensors with fewer elements are whole in a top-k reply", ge=0
-    )
-    exact_limit: float = _setting(0.10, "share of changed elements above which auto leaves exact replies", gt=0, le=1)
-    buffers: Literal["sync", "local", "none"] = _setting(
+    run_id: str = setting("", "name of the run; empty for a random one", max_length=LONGEST_NAME)
+    down_mode: Literal["auto", "exact", "topk"] = setting("auto", "replies to pulls; auto: top-k beyond --exact-limit")
+    down_selector: str = setting(DEFAULT_SELECTOR, "selector of the entries of a top-k reply: " + ", ".join(SELECTORS))
+    down_value_type: str = setting("fp32", "type of the values in a top-k reply: " + ", ".join(VALUE_CODECS))
+    down_density: float = setting(0.01, "density of a top-k reply", gt=0, le=1)
+    down_dense_below: int = setting(DEFAULT_DENSE_BELOW, "tensors below this size are whole in top-k replies", ge=0)
+    exact_limit: float = setting(0.10, "share of changed elements above which auto leaves exact replies", gt=0, le=1)
+    buffers: Literal["sync", "local", "none"] = setting(
         "sync", "BatchNorm statistics: averaged and adopted, averaged but kept local, or never sent"
     )
-    buffer_period_steps: int = _setting(20, "steps of a worker between two exchanges of buffers", ge=1)
-    end_versions: int = _setting(0, "end the run at this version of shard 0; 0 for no such end", ge=0)
-    end_samples: int = _setting(0, "end the run after this many samples; 0 for no such end", ge=0)
-    final_model: Path | None = _setting(None, "safetensors file to write when the run ends")
+    buffer_period_steps: int = setting(20, "steps of a worker between two exchanges of buffers", ge=1)
+    end_versions: int = setting(0, "end the run at this version of shard 0; 0 for no such end", ge=0)
+    end_samples: int = setting(0, "end the run after this many samples; 0 for no such end", ge=0)
+    final_model: Path | None = setting(None, "safetensors file to write when the run ends")
 
-    data_dir: Path | None = _setting(
-        None, "directory of snapshots and journals, a folder for each shard, which must survive the server"
-    )
-    durability: Literal["journal", "snapshot", "none"] = _setting(
+    data_dir: Path | None = setting(None, "directory of snapshots and journals, which must survive the server")
+    durability: Literal["journal", "snapshot", "none"] = setting(
         "journal",
         "journal writes every push to the data directory before the acknowledgement, and takes snapshots; "
         "snapshot takes snapshots only; none writes nothing",
     )
-    fsync: Literal["always", "interval", "never"] = _setting(
+    fsync: Literal["always", "interval", "never"] = setting(
         "interval",
         "when the operating system must write the journal to the disk: before each acknowledgement, "
         "periodically, or at its own time; a killed server loses no push with any of them, a power failure loses none "
         "with always",
     )
-    fsync_interval_seconds: float = _setting(1.0, "period of --fsync interval", gt=0)
-    snapshot_seconds: float = _setting(300.0, "time between two snapshots", gt=0)
-    journal_bytes: int = _setting(
-        1 << 30, "take a snapshot early when the journal since the last one has reached this size", ge=1 << 20
-    )
-    keep_snapshots: int = _setting(
-        3, "number of snapshots to keep; the journal is kept from the oldest of them on", ge=1
-    )
-    recover: Literal["strict", "last-good"] = _setting(
+    fsync_interval_seconds: float = setting(1.0, "period of --fsync interval", gt=0)
+    snapshot_seconds: float = setting(300.0, "time between two snapshots", gt=0)
+    journal_bytes: int = setting(1 << 30, "take a snapshot early when the journal has grown by this much", ge=1 << 20)
+    keep_snapshots: int = setting(3, "snapshots to keep; the journal is kept from the oldest of them on", ge=1)
+    recover: Literal["strict", "last-good"] = setting(
         "strict",
         "if acknowledged data is damaged or missing: strict refuses to start, last-good returns to the "
         "last version before the damage and starts a new generation",
     )
 
-    max_staleness: int = _setting(
-        0, "refuse a push with a greater staleness (the worker returns it to its residual); 0 for no limit", ge=0
-    )
-    ssp_bound: int = _setting(0, "pushes that a worker may be ahead of the slowest live one; 0 for no bound", ge=0)
-    staleness_step: Literal["fixed", "adaptive"] = _setting(
+    max_staleness: int = setting(0, "refuse staler pushes, which return to the residual; 0 for no limit", ge=0)
+    ssp_bound: int = setting(0, "pushes that a worker may be ahead of the slowest live one; 0 for no bound", ge=0)
+    staleness_step: Literal["fixed", "adaptive"] = setting(
         "fixed", "adaptive multiplies a push by (W - 1) / staleness, for W live workers and a staleness above W - 1"
     )
-    rescale_speed: bool = _setting(
-        False, "multiply each push by its worker's time between pushes over the mean: fast workers count less"
-    )
-    delay_compensation: float = _setting(
-        0.0,
-        "lambda of DC-ASGD, 0.04 in the paper: corrects stale pushes to first order; 0 for none",
-        ge=0,
-        allow_inf_nan=False,
-    )
-    max_update_norm: float = _setting(
-        0.0, "refuse a push with a greater L2 norm on this shard; 0 for no limit", ge=0, allow_inf_nan=False
-    )
+    rescale_speed: bool = setting(False, "multiply each push by its worker's time between pushes over the mean")
+    delay_compensation: float = setting(0.0, "lambda of DC-ASGD (paper: 0.04); 0: none", ge=0, allow_inf_nan=False)
+    max_update_norm: float = setting(0.0, "refuse pushes of a greater L2 norm; 0: no limit", ge=0, allow_inf_nan=False)
 
-    lease_seconds: float = _setting(15.0, "time after which a worker's lease ends without renewal", ge=0.5)
-    chunk_bytes: int = _setting(
-        DEFAULT_CHUNK_BYTES, "largest payload of a message", ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES
-    )
-    ledger_multiple: float = _setting(
-        1.0, "changed entries to remember for exact replies, as a multiple of the shard's elements", gt=0
-    )
-    apply_queue_limit: int = _setting(256, "pushes that may wait to be applied; more are refused with BUSY", ge=1)
-    image_bytes: int = _setting(
-        4 << 30, "memory for images of workers' replicas (top-k replies); replies are exact beyond that", ge=0
-    )
-    stream_bytes: int = _setting(
-        0, "memory that one push or upload may use; 0 for enough for any valid one of the shard", ge=0
-    )
-    worker_bytes: int = _setting(
-        0, "memory that all calls of one worker may use, BUSY beyond that; 0 for twice that of a stream", ge=0
-    )
-    inflight_bytes: int = _setting(
-        1 << 30, "memory that all calls may use, BUSY beyond that; the oldest call is always served", ge=1
-    )
-    stream_idle_seconds: float = _setting(
-        60.0, "cancel a call after waiting so long for its client to send or to read", gt=0
-    )
-    stream_seconds: float = _setting(3600.0, "cancel a call that waits for its client so long after its begin", gt=0)
-    rpc_threads: int = _setting(
-        64, "threads for pushes, pulls and models; a call that waits for its client needs none", ge=4
-    )
-    compute_threads: int = _setting(
-        0, "CPU threads of a tensor operation; 0 for torch's default, divided by --shards", ge=0
-    )
-    drain_seconds: float = _setting(
-        20.0, "time after SIGTERM to finish calls; a call that waits for its client has 2 seconds", ge=0
-    )
+    lease_seconds: float = setting(15.0, "time after which a worker's lease ends without renewal", ge=0.5)
+    chunk_bytes: int = setting(DEFAULT_CHUNK_BYTES, "payload of a message", ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES)
+    ledger_multiple: float = setting(1.0, "entries of the change log, as a multiple of the shard's elements", gt=0)
+    apply_queue_limit: int = setting(256, "pushes that may wait to be applied; more are refused with BUSY", ge=1)
+    image_bytes: int = setting(4 << 30, "memory of replicas' images (top-k replies); replies are exact beyond", ge=0)
+    stream_bytes: int = setting(0, "memory of one push or upload; 0: enough for any valid one of the shard", ge=0)
+    worker_bytes: int = setting(0, "memory of all calls of a worker, BUSY beyond; 0: twice that of a stream", ge=0)
+    inflight_bytes: int = setting(1 << 30, "memory of all calls, BUSY beyond; the oldest is always served", ge=1)
+    stream_idle_seconds: float = setting(60.0, "cancel a call whose client does not send or read for so long", gt=0)
+    stream_seconds: float = setting(3600.0, "cancel a call that waits for its client so long after its begin", gt=0)
+    rpc_threads: int = setting(64, "threads for calls; one that waits for its client needs none", ge=4)
+    compute_threads: int = setting(0, "CPU threads of a tensor operation; 0: torch's default over --shards", ge=0)
+    drain_seconds: float = setting(20.0, "time after SIGTERM to finish calls; 2 s for one that waits", ge=0)
 
-    log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "least severe message logged")
-    log_format: Literal["auto", "json", "text"] = _setting(
-        "auto", "form of a log line; auto is text on a terminal, JSON elsewhere"
-    )
-    tracing: bool = _setting(
-        False, "continue the traces of workers, by OpenTelemetry (needs the extra sparseps[tracing])"
-    )
-    ready_fd: int | None = _setting(
-        None, "file descriptor that receives one line of JSON with the bound addresses", ge=0
-    )
-    parent_pid: int | None = _setting(None, "stop when this process is no longer the parent", ge=1)
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least severe message logged")
+    log_format: Literal["auto", "json", "text"] = setting("auto", "form of log lines; auto is text on a terminal")
+    tracing: bool = setting(False, "continue workers' traces, by OpenTelemetry (needs sparseps[tracing])")
+    ready_fd: int | None = setting(None, "descriptor that receives a line of JSON with the bound addresses", ge=0)
+    parent_pid: int | None = setting(None, "stop when this process is no longer the parent", ge=1)
 
     @staticmethod
     def explicit(name: str) -> str:
@@ -215,6 +150,8 @@ class ServerSettings(LayeredSettings):
         for name, known in (("down_selector", SELECTORS), ("down_value_type", VALUE_CODECS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{self.explicit(name)} {getattr(self, name)!r}: use one of {', '.join(known)}")
+        if self.final_model is not None and (fault := model_file_fault(self.final_model)):
+            raise ValueError(f"--final-model {fault}")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key are given together")
         if self.tls_client_ca and not self.tls_cert:

@@ -97,7 +97,7 @@ def main() -> int:
         _no_listing(file)
     else:
         _slow(fault.removeprefix("slow-"), file)
-    from psservice.cli.serve import main as serve
+    from psservice.cli.main import main as serve
 
     return serve(sys.argv[3:])
 

@@ -1,6 +1,8 @@
 """What ``make`` would do, as it says itself with ``--dry-run``."""
 
 import subprocess
+import sys
+import venv
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -16,6 +18,14 @@ def test_the_quickstart_installs_what_it_needs_and_not_the_tools_of_developers(t
     assert "'.[quickstart]'" in plan
     assert "[dev]" not in plan
     assert "[dev]" in planned("test", tmp_path / "venv")
+
+
+def test_an_interpreter_that_did_not_make_the_environment_is_refused(tmp_path):
+    venv.create(tmp_path / "made", symlinks=True)
+    for python, is_refused in ((sys.executable, False), ("/bin/false", True)):
+        command = ["make", "--dry-run", "quickstart", f"VENV={tmp_path / 'made'}", f"PYTHON={python}"]
+        answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert (answer.returncode != 0, f"PYTHON={python}" in answer.stderr) == (is_refused, is_refused)
 
 
 def test_installing_shows_what_it_does(tmp_path):

@@ -54,7 +54,7 @@ def server(settings: dict[str, object]) -> Iterator[str]:
 
 
 def _serve(announces: Connection, settings: dict[str, object]) -> None:
-    from psservice.cli import serve
+    from psservice.cli import main as cli
 
     given: dict[str, object] = {
         "listen": "127.0.0.1:0",
@@ -72,4 +72,4 @@ def _serve(announces: Connection, settings: dict[str, object]) -> None:
         flag = name.replace("_", "-")
         flags.append((f"--{flag}" if value else f"--no-{flag}") if isinstance(value, bool) else f"--{flag}={value}")
     announces.close()
-    raise SystemExit(serve.main(["serve", *flags]))
+    raise SystemExit(cli.main(["serve", *flags]))

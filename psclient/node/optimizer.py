@@ -25,18 +25,12 @@ from psclient.compress.groups import ParamGroups
 from psclient.engine.checks import PushedGradients, gather
 from psclient.engine.sample_counter import SampleCounter
 from psclient.engine.state import split
-from psclient.errors import (
-    ConfigurationError,
-    CopyRefusedError,
-    ModelChangedError,
-    NodeBrokenError,
-    SparsepsError,
-)
+from psclient.errors import ConfigurationError, CopyRefusedError, ModelChangedError, NodeBrokenError, SparsepsError
 from psclient.model.module import describe
 from psclient.model.replica import Replica
 from psclient.node.comm import NodeComm, NodeStatus
 from psclient.node.group import leader_settings, unwrap_ddp
-from psclient.optim.arguments import check_added, check_step
+from psclient.optim.arguments import check_added, check_params, check_step
 from psclient.optim.base import ParameterServerOptimizer
 from psclient.report import StepReport, Totals
 from psclient.settings import ClientSettings, Server
@@ -50,6 +44,11 @@ class _Call(IntEnum):
     STEP = 2
     FLUSH = 3
     PULL = 4
+
+
+def _of_leader(name: str, documentation: str) -> Any:
+    """Return a property: an attribute of the leader's optimizer after the last call."""
+    return property(lambda node: getattr(node._status, name), doc=documentation)
 
 
 class NodeOptimizer(Optimizer):
@@ -102,7 +101,7 @@ class NodeOptimizer(Optimizer):
         self._status = NodeStatus()
         self._own: ParameterServerOptimizer | None = None
         self._joined = False
-        super().__init__(params, {})
+        super().__init__(check_params(params), {})
         self._model = describe(module, self.param_groups, upload_frozen=resolved.upload_frozen)
         self._interrupted = PushedGradients()  # on every process, as each has to know whether to call a closure
         self._loss: Any = None
@@ -134,45 +133,14 @@ class NodeOptimizer(Optimizer):
         """Whether this process calls the server."""
         return self._comm.is_leader
 
-    @property
-    def report(self) -> StepReport:
-        """The report of the node's last step."""
-        return self._status.report
-
-    @property
-    def totals(self) -> Totals:
-        """Sums over all steps of the node."""
-        return self._status.totals
-
-    @property
-    def version(self) -> int:
-        """The coordinator's version that this node has seen: updates applied from all workers."""
-        return self._status.version
-
-    @property
-    def finished(self) -> bool:
-        """True once the run is over, on all processes after the same step; leave the loop then."""
-        return self._status.finished
-
-    @property
-    def live_workers(self) -> int:
-        """Workers alive, as last heard; a node is one."""
-        return self._status.live_workers
-
-    @property
-    def worker(self) -> str:
-        """The node's name."""
-        return self._status.worker
-
-    @property
-    def run_id(self) -> str:
-        """The run's id."""
-        return self._status.run_id
-
-    @property
-    def server(self) -> str:
-        """The addresses of the shards, separated by commas."""
-        return self._status.server
+    report: StepReport = _of_leader("report", "The report of the node's last step.")
+    totals: Totals = _of_leader("totals", "Sums over all steps of the node.")
+    version: int = _of_leader("version", "The coordinator's version that this node has seen: updates from all workers.")
+    finished: bool = _of_leader("finished", "True once the run is over, on all processes after the same step.")
+    live_workers: int = _of_leader("live_workers", "Workers alive, as last heard; a node is one.")
+    worker: str = _of_leader("worker", "The node's name.")
+    run_id: str = _of_leader("run_id", "The run's id.")
+    server: str = _of_leader("server", "The addresses of the shards, separated by commas.")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, samples: int | None = None) -> Any:

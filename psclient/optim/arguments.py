@@ -42,6 +42,23 @@ def unknown_argument(kind: type, base: type, name: str) -> UnknownArgumentError:
     return UnknownArgumentError(f"{kind.__name__}() got an unexpected keyword argument {name!r}{hint}")
 
 
+def check_params(params: Any) -> Any:
+    """Return parameters or groups to be trained; :class:`ConfigurationError` for a whole model, or for none at all."""
+    if isinstance(params, torch.Tensor):  # which is torch's to refuse
+        return params
+    found = [params] if isinstance(params, torch.nn.Module) else list(params)
+    for each in found:
+        if isinstance(each.get("params") if isinstance(each, dict) else each, torch.nn.Module):
+            raise ConfigurationError(
+                "params is a model: pass its parameters, model.parameters(), and the model as model="
+            )
+    if not found:
+        raise ConfigurationError(
+            "params is empty: pass model.parameters(), anew to each optimizer, as it can be read once only"
+        )
+    return found
+
+
 def check_mode(overlap: object, rounds: object) -> None:
     """Raise :class:`ConfigurationError` where one is of another kind, or one makes no sense with the other."""
     if rounds is not None and not isinstance(rounds, Rounds):

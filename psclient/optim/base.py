@@ -26,7 +26,15 @@ from psclient.engine.step import GradientSource, Stepper
 from psclient.engine.worker import Worker
 from psclient.errors import ConfigurationError, CopyRefusedError, ServerUnreachableError
 from psclient.model.module import TrainedModel, describe
-from psclient.optim.arguments import Density, check_added, check_mode, check_step, unknown_argument, warn_without_model
+from psclient.optim.arguments import (
+    Density,
+    check_added,
+    check_mode,
+    check_params,
+    check_step,
+    unknown_argument,
+    warn_without_model,
+)
 from psclient.optim.local_steps import LocalSteps
 from psclient.report import StepReport, Totals
 from psclient.rounds import Rounds
@@ -98,7 +106,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._own_density: set[int] = set()  # numbers of the groups that a density schedule leaves alone
         self.gradients_are_its_own = False  # known since the first step, or by a NodeOptimizer: no mean of several's
         self._loss: Any = None
-        super().__init__(params, defaults | {"density": density(1) if callable(density) else density})
+        super().__init__(check_params(params), defaults | {"density": density(1) if callable(density) else density})
         if model is None:
             warn_without_model(self.param_groups)
         resolved = client_settings.resolve(settings, server, worker, on_load)

@@ -6,6 +6,7 @@ from torch.optim import SGD
 from torch.optim.optimizer import ParamsT
 
 from psclient.engine.state import split
+from psclient.optim.arguments import check_params
 
 
 class MomentumSGD(SGD):
@@ -24,7 +25,7 @@ class MomentumSGD(SGD):
     def __init__(
         self, params: ParamsT, lr: float, momentum: float = 0.9, weight_decay: float = 0.0, **options: Any
     ) -> None:
-        super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, **options)
+        super().__init__(check_params(params), lr=lr, momentum=momentum, weight_decay=weight_decay, **options)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state of ``torch.optim.SGD`` over; raises :class:`ConfigurationError` for one of another method."""

@@ -18,7 +18,7 @@ from psclient.settings import ClientSettings
 from pscore.model import modelfile
 from pscore.model.buffers import packed_bytes, unpack
 from pscore.model.layout import ModelLayout, Span
-from pscore.names import is_url, shown
+from pscore.names import shown
 from pscore.wire import frames
 from pscore.wire.dense import DenseReader, split_values
 from pscore.wire.errors import ErrorCode, Rejected
@@ -105,10 +105,12 @@ def save(
         **limits: as for :func:`download`.
 
     Raises:
-        ConfigurationError: the path is a URL; or see :func:`download`.
+        ConfigurationError: no safetensors file can be written there; or see :func:`download`.
     """
-    if is_url(path):
-        raise ConfigurationError(f"{str(path)!r} is a URL; name a file on this machine")
+    try:
+        modelfile.check_path(path)
+    except modelfile.ModelFileError as error:
+        raise ConfigurationError(str(error)) from error
     state = download(server, settings, **limits)
     path = Path(path)
     modelfile.write(path, {name: tensor.clone() for name, tensor in state.items()}, {"format": "pt"})

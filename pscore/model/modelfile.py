@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from pscore.model.layout import ModelLayout, Span
-from pscore.names import is_url
+from pscore.names import model_file_fault
 
 StateDict = dict[str, torch.Tensor]
 
@@ -52,6 +52,16 @@ def flatten(layout: ModelLayout, state: Mapping[str, torch.Tensor]) -> torch.Ten
     return torch.cat(pieces)
 
 
+def check_path(path: str | Path) -> None:
+    """Raise :class:`ModelFileError` where no model can be written: a URL, the name of a pickle, no or only a folder."""
+    if fault := model_file_fault(path):
+        raise ModelFileError(fault)
+    if Path(path).is_dir():
+        raise ModelFileError(f"{path} is a folder; name a file in it")
+    if not Path(path).parent.is_dir():
+        raise ModelFileError(f"there is no folder {Path(path).parent}; make it first")
+
+
 def save(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write contiguous tensors on the host as a safetensors file; raises ``OSError``, not the library's own error."""
     try:
@@ -64,12 +74,10 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str
     """Write a safetensors file under a temporary name, then rename it, so that no reader sees half a file.
 
     Raises:
-        ModelFileError: the path is a URL.
+        ModelFileError: see :func:`check_path`.
         OSError: the file cannot be written; an earlier one stays.
     """
-    if is_url(path):
-        raise ModelFileError(f"{path} is a URL; name a file on this machine")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    check_path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.touch(exist_ok=False)

@@ -1,1 +1,1 @@
-"""The commands: ``psservice serve``, ``psservice health`` and what they start."""
+"""The commands of ``psservice``."""

@@ -1,4 +1,4 @@
-"""``psservice drain``: closing shards before maintenance of their machines."""
+"""``psservice drain``: close shards before maintenance of their machines, take a last checkpoint, perhaps end them."""
 
 import json
 import time
@@ -11,37 +11,30 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.operator import render
 from psservice.operator.client import EXIT_PARTIAL, OperateError, Outcome, ShardClients, exit_status
 from psservice.operator.commands import ask_all, one_run, report, take_snapshots
-from psservice.operator.fleet import read_fleet
+from psservice.operator.fleet import Fleet, read_fleet
 
 _POLL_SECONDS = 0.2
 
+_Outcomes = dict[str, Outcome]
+"""Outcomes of a call by address."""
+
 
 def drain(clients: ShardClients, options: Namespace) -> int:
-    """Close the shards, wait for the calls under way, take one last checkpoint, and perhaps end the processes.
+    """Close the shards and wait for the calls under way, then checkpoint those that are drained, and perhaps end them.
 
     The wait is as long as a call's deadline. A shard that is not drained by then stays closed and continues.
     """
-    if options.undo:
-        opened = ask_all(clients, one_run(clients), "Drain", pb.DrainRequest(action=pb.DRAIN_ACTION_OPEN))
-        return report(opened, lambda answer: f"open again at version {answer.version}", options)
     fleet = one_run(clients)
-    closed = _until(clients, [*fleet.reached], pb.DRAIN_ACTION_CLOSE, _is_drained)
+    if options.undo:
+        opened = ask_all(clients, fleet, "Drain", pb.DrainRequest(action=pb.DRAIN_ACTION_OPEN))
+        return report(opened, lambda answer: f"open again at version {answer.version}", options)
+    closed = _repeat(clients, [*fleet.reached], pb.DRAIN_ACTION_CLOSE, _is_drained)
     drained = [address for address, each in closed.items() if each.error is None and _is_drained(each.answer)]
-    now = fleet.reached | read_fleet(clients).reached  # an upload that was under way has brought the model since
-    durable = [a for a in drained if now[a].durability not in ("", "none") and now[a].generation]
-    before = [fleet.reached[a] for a in durable]
-    kept = {_last_checkpoint(status) for status in before}
-    if len(kept) == 1 and "" not in kept:  # by an earlier drain, and nothing has changed since
-        taken = [pb.TakeSnapshotResponse(checkpoint=each.snapshot_checkpoint, version=each.version) for each in before]
-        snapshots = {a: Outcome(a, answer) for a, answer in zip(durable, taken, strict=True)}
-    else:
-        snapshots = {each.address: each for each in take_snapshots(clients, durable)}
-    stopped: dict[str, Outcome] = {}
-    if options.stop:
-        ready = [a for a in drained if a not in snapshots or snapshots[a].error is None]
-        stopped = _until(clients, ready, pb.DRAIN_ACTION_STOP, lambda answer: answer.stopping)
+    snapshots = _checkpoint(clients, fleet, drained)
+    ready = [a for a in drained if a not in snapshots or snapshots[a].error is None] if options.stop else []
+    stopped = _repeat(clients, ready, pb.DRAIN_ACTION_STOP, lambda answer: answer.stopping)
     results = [
-        _Drained(closed.get(shard.address, shard), snapshots.get(shard.address), stopped.get(shard.address))
+        _Result(closed.get(shard.address, shard), snapshots.get(shard.address), stopped.get(shard.address))
         for shard in fleet.shards
     ]
     if options.json:
@@ -54,8 +47,21 @@ def drain(clients: ShardClients, options: Namespace) -> int:
     return exit_status([Outcome(each.closed.address, error=each.error) for each in results])
 
 
+def _checkpoint(clients: ShardClients, before: Fleet, drained: Sequence[str]) -> _Outcomes:
+    """Take one checkpoint over drained shards that keep a model; where nothing has changed, name an earlier drain's."""
+    now = before.reached | read_fleet(clients).reached  # an upload that was under way has brought the model since
+    durable = [a for a in drained if now[a].durability not in ("", "none") and now[a].generation]
+    known = {a: before.reached[a] for a in durable}
+    if len(kept := {_last_checkpoint(status) for status in known.values()}) == 1 and "" not in kept:
+        return {
+            a: Outcome(a, pb.TakeSnapshotResponse(checkpoint=status.snapshot_checkpoint, version=status.version))
+            for a, status in known.items()
+        }
+    return {each.address: each for each in take_snapshots(clients, durable)}
+
+
 @dataclass(frozen=True)
-class _Drained:
+class _Result:
     """One shard's part of a drain; ``None`` for what was not asked of the shard."""
 
     closed: Outcome
@@ -67,8 +73,8 @@ class _Drained:
         return next((each.error for each in (self.closed, self.snapshot, self.stopped) if each and each.error), None)
 
     @property
-    def is_pending(self) -> bool:
-        return self.closed.error is None and not _is_drained(self.closed.answer)
+    def is_drained(self) -> bool:
+        return self.closed.error is None and _is_drained(self.closed.answer)
 
     @property
     def is_stopping(self) -> bool:
@@ -77,13 +83,11 @@ class _Drained:
     @property
     def is_late(self) -> bool:
         runs_on = self.stopped is not None and self.stopped.error is None and not self.is_stopping
-        return self.is_pending or runs_on
+        return runs_on or (self.closed.error is None and not self.is_drained)
 
     def plain(self) -> dict[str, Any]:
-        values = render.outcome_plain(self.closed)
-        values["drained"] = self.closed.error is None and not self.is_pending
+        values = render.outcome_plain(self.closed) | {"drained": self.is_drained, "stopping": self.is_stopping}
         values["snapshot"] = render.outcome_plain(self.snapshot) if self.snapshot is not None else None
-        values["stopping"] = self.is_stopping
         if self.stopped is not None and self.stopped.error is not None:
             values["error"] = str(self.stopped.error)
         return values
@@ -92,48 +96,48 @@ class _Drained:
         address, answer = self.closed.address, self.closed.answer
         if self.closed.error is not None:
             return str(self.closed.error)
-        if self.is_pending:
+        if not self.is_drained:
             return (
                 f"{address}: closed, and not drained yet: {answer.calls_inside} calls under way, "
                 f"{answer.queued} waiting for the apply thread; ask again"
             )
-        parts = [f"{address}: drained at version {answer.version}"]
+        words = f"{address}: drained at version {answer.version}; "
         if self.snapshot is None:
-            parts.append("nothing is kept (no --data-dir, or no model yet)")
+            words += "nothing is kept (no --data-dir, or no model yet)"
         elif self.snapshot.error is not None:
-            parts.append(f"no snapshot: {self.snapshot.error}")
+            words += f"no snapshot: {self.snapshot.error}"
         else:
             taken = self.snapshot.answer
-            parts.append(f"checkpoint {taken.checkpoint or '(of this shard alone)'}: {taken.path or 'taken before'}")
+            words += f"checkpoint {taken.checkpoint or '(of this shard alone)'}: {taken.path or 'taken before'}"
         if self.stopped is not None:
             failed = self.stopped.error or "it is busy, ask again"
-            parts.append("stopping" if self.is_stopping else f"not stopped: {failed}")
-        return "; ".join(parts)
+            words += "; stopping" if self.is_stopping else f"; not stopped: {failed}"
+        return words
+
+
+def _is_drained(state: pb.DrainResponse | pb.GetStatusResponse) -> bool:
+    return state.draining and not state.calls_inside and not state.queued
 
 
 def _last_checkpoint(status: pb.GetStatusResponse) -> str:
     """Return the checkpoint that has a drained shard as it is; empty where the shard is open, or there is none."""
-    is_drained = status.draining and not status.calls_inside and not status.queued
-    return status.snapshot_checkpoint if is_drained and status.snapshot_version == status.version else ""
+    return status.snapshot_checkpoint if _is_drained(status) and status.snapshot_version == status.version else ""
 
 
-def _is_drained(answer: pb.DrainResponse) -> bool:
-    return answer.draining and not answer.calls_inside and not answer.queued
-
-
-def _until(
+def _repeat(
     clients: ShardClients,
     addresses: Sequence[str],
     action: "pb.DrainAction.ValueType",
     is_done: Callable[[pb.DrainResponse], bool],
-) -> dict[str, Outcome]:
+) -> _Outcomes:
     """Repeat an action at these shards until it is done, for as long as a call may take; return the last outcomes."""
-    request = pb.DrainRequest(action=action)
+    outcomes: _Outcomes = {}
     end = time.monotonic() + clients.timeout_seconds
-    outcomes = {each.address: each for each in clients.all("Drain", request, addresses)}
-    while late := [a for a, each in outcomes.items() if each.error is None and not is_done(each.answer)]:
+    late = [*addresses]
+    while late:
+        outcomes |= {each.address: each for each in clients.all("Drain", pb.DrainRequest(action=action), late)}
+        late = [a for a in late if outcomes[a].error is None and not is_done(outcomes[a].answer)]
         if time.monotonic() >= end:
             break
-        time.sleep(_POLL_SECONDS)
-        outcomes |= {each.address: each for each in clients.all("Drain", request, late)}
+        time.sleep(_POLL_SECONDS if late else 0.0)
     return outcomes

@@ -1,6 +1,6 @@
 """A copy of a shard at one version, of which a snapshot is made."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -9,19 +9,18 @@ from google.protobuf.json_format import MessageToDict
 from pscore.wire.messages import layout_to_message
 from psservice.apply_thread import ApplyThread
 from psservice.cluster.checkpoints import Place, place_of
-from psservice.cluster.dedup import Dedup, PushRecord
+from psservice.cluster.dedup import Dedup
 from psservice.cluster.leases import Leases
 from psservice.cluster.run import Run, RunState
 from psservice.model.buffers import BufferAverage
 from psservice.model.parameters import ModelShard
 from psservice.observability.metrics import Metrics
-from psservice.recovery.replayer import BUFFER_PREFIX, MEMORY_PREFIX, THETA, LogReplayer, live_worker
-from psservice.sampling.codec import to_manifest
+from psservice.recovery.replayer import BUFFER_PREFIX, MEMORY_PREFIX, PUSHES, THETA, WORKERS, LiveWorker, LogReplayer
+from psservice.sampling.codec import to_plain
 from psservice.sampling.dataset import Datasets
 from psservice.settings import ServerSettings
 from psservice.storage.environment import Environment
-from psservice.storage.manifest import KnownPush, Manifest
-from psservice.types import Identity, PushAnswer
+from psservice.storage.manifest import Manifest
 
 Capture = tuple[Manifest, dict[str, torch.Tensor]]
 """A shard at one version, copied: the manifest and the tensors of a snapshot."""
@@ -89,11 +88,11 @@ def capture(
         method=run.method,
         method_settings=run.method_settings,
         samples=content.samples,
-        pushes=[_known_push(identity, record) for identity, record in known],
+        pushes=PUSHES.dump_python([(identity, replace(record, used=0.0)) for identity, record in known], mode="json"),
         last_pushes=dict(last_pushes),
-        workers=[live_worker(member.identity, member.index_codecs, member.clock) for member in shard.leases.members()],
+        workers=WORKERS.dump_python([LiveWorker.of(member) for member in shard.leases.members()], mode="json"),
         memory=dict(memory.plain),
-        datasets=to_manifest(content.datasets),
+        datasets=to_plain(content.datasets),
         delay_compensation=model.settings.delay_compensation,
         ledger_multiple=model.settings.ledger_multiple,
         buffer_weight=average[0],
@@ -101,18 +100,3 @@ def capture(
     tensors = {THETA: model.current()}
     tensors |= {f"{BUFFER_PREFIX}{name}": value for name, value in average[1].items()}
     return manifest, tensors | {f"{MEMORY_PREFIX}{name}": value for name, value in memory.tensors.items()}
-
-
-def _known_push(identity: Identity, record: PushRecord) -> KnownPush:
-    answer = record.answer or PushAnswer(0, 0, 0)
-    return KnownPush(
-        worker_id=identity.worker_id,
-        incarnation=identity.incarnation,
-        step=record.step,
-        version=answer.version,
-        staleness=answer.staleness,
-        applied_scale=answer.applied_scale,
-        buffer_step=record.buffer_step,
-        own_generation=record.own.generation,
-        own_versions=list(record.own.runs),
-    )

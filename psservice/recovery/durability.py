@@ -14,9 +14,9 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import sibling_generation
 from psservice.cluster.checkpoints import Checkpoints, new_id
 from psservice.model.parameters import ModelShard
-from psservice.recovery import past_model
 from psservice.recovery.capture import Capture, Content, DurableShard, capture
 from psservice.recovery.event_log import EventLog, or_not_durable
+from psservice.recovery.replay import replay_to
 from psservice.recovery.replayer import LogReplayer
 from psservice.storage.datadir import DataDir
 from psservice.storage.files import StorageError, discard
@@ -223,7 +223,7 @@ class Durability:
         where = (data_dir.path, data_dir.files, self._shard.device, self._settings.shard)
         with self._snapshotting:  # nothing is removed meanwhile
             try:
-                return past_model.replay_to(*where, version, checkpoint, self._environment.monotonic)
+                return replay_to(*where, version, checkpoint, self._environment.monotonic)
             except StorageError as error:
                 raise Rejected(ErrorCode.NO_SUCH_CHECKPOINT, str(error)) from error
 

@@ -90,6 +90,7 @@ class FinalModel:
         metadata = {"run_id": run_id, "version": str(copy.version), "format": "pt"}
         layout, span = copy.model.layout, copy.model.span
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             values = copy.read(span).cpu()
             copy.close()
             if self._whole:

@@ -7,13 +7,14 @@ again, so the parameters are bit for bit as they were.
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
 from google.protobuf.json_format import ParseDict, ParseError
 from google.protobuf.message import DecodeError
+from pydantic import TypeAdapter
 
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice, merge
@@ -21,6 +22,7 @@ from pscore.wire.errors import Rejected
 from pscore.wire.messages import kept_layout_from_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.dedup import PushRecord
+from psservice.cluster.member import Member
 from psservice.cluster.run import RunState, added
 from psservice.model.buffers import BufferAverage
 from psservice.model.changelog import ChangedIndices, ChangeLog, changed_by
@@ -29,13 +31,11 @@ from psservice.model.training_mode import TrainingMode
 from psservice.model.update.base import PushContext, RuleState
 from psservice.model.wagma.group_rounds import Decision
 from psservice.model.wagma.replicas import GroupedShard, shard_kind
-from psservice.policy.staleness import OwnVersions
 from psservice.recovery.event_log import Kind, messages_in
-from psservice.sampling.codec import finished_of, from_manifest, replay_record
+from psservice.sampling.codec import finished_of, from_plain, replay_record
 from psservice.settings import ShardSettings
 from psservice.storage.files import StorageError
 from psservice.storage.journal_format import Record
-from psservice.storage.manifest import KnownPush, LiveWorker
 from psservice.storage.recovery_source import RecoverySource
 from psservice.types import Identity, PushAnswer
 from psservice.wire.identity import identity_from_message
@@ -48,11 +48,22 @@ THETA, BUFFER_PREFIX, MEMORY_PREFIX = "theta", "buffer.", "memory."
 update rule and an open round remember."""
 
 
-def live_worker(identity: Identity, index_codecs: Iterable[int], clock: int) -> LiveWorker:
-    """Describe a worker that has a lease."""
-    return LiveWorker(
-        worker_id=identity.worker_id, incarnation=identity.incarnation, index_codecs=sorted(index_codecs), clock=clock
-    )
+@dataclass(frozen=True, slots=True)
+class LiveWorker:
+    """A worker that had a lease."""
+
+    identity: Identity
+    index_codecs: list[int]
+    clock: int
+
+    @classmethod
+    def of(cls, member: Member) -> "LiveWorker":
+        """Describe a live worker."""
+        return cls(member.identity, sorted(member.index_codecs), member.clock)
+
+
+PUSHES, WORKERS = TypeAdapter(list[tuple[Identity, PushRecord]]), TypeAdapter(list[LiveWorker])
+"""How a manifest has the records of pushes and the live workers."""
 
 
 class LogReplayer:
@@ -97,10 +108,10 @@ class LogReplayer:
             self.buffers.weight = manifest.buffer_weight
         self.run_id, self.samples = manifest.run_id, manifest.samples
         self.run_state = RunState(manifest.run_state)
-        self.pushes = OrderedDict(_remembered(push) for push in manifest.pushes)
+        self.pushes = OrderedDict(PUSHES.validate_python(manifest.pushes))
         self.last_pushes = OrderedDict(manifest.last_pushes)
-        self.workers = {worker.worker_id: worker for worker in manifest.workers}
-        self.datasets = from_manifest(manifest.datasets)
+        self.workers = {each.identity.worker_id: each for each in WORKERS.validate_python(manifest.workers)}
+        self.datasets = from_plain(manifest.datasets)
         self.replayed = 0
 
     def replay(self, to_version: int | None = None) -> Iterator[int]:
@@ -225,11 +236,13 @@ class LogReplayer:
             request = pb.JoinRequest.FromString(messages[0])
             identity = identity_from_message(request.identity)
             others = (live.clock for name, live in self.workers.items() if name != identity.worker_id)
-            self.workers[identity.worker_id] = live_worker(identity, request.index_codecs, min(others, default=0))
+            self.workers[identity.worker_id] = LiveWorker(
+                identity, sorted(request.index_codecs), min(others, default=0)
+            )
         elif record.kind == Kind.LEFT:
             identity = identity_from_message(pb.LeaveRequest.FromString(messages[0]).identity)
             known = self.workers.get(identity.worker_id)
-            if known is not None and known.incarnation == identity.incarnation:
+            if known is not None and known.identity == identity:
                 del self.workers[identity.worker_id]
         elif record.kind == Kind.FINISHED:
             self.run_state = RunState.FINISHED
@@ -274,8 +287,8 @@ class LogReplayer:
         self.last_pushes[identity.worker_id] = (identity.incarnation, header.step)
         self.last_pushes.move_to_end(identity.worker_id)
         live = self.workers.get(identity.worker_id)
-        if live is not None and live.incarnation == identity.incarnation:
-            self.workers[identity.worker_id] = live.model_copy(update={"clock": live.clock + 1})
+        if live is not None and live.identity == identity:
+            self.workers[identity.worker_id] = replace(live, clock=live.clock + 1)
         self.samples = added(self.samples, header.samples)
 
     def _redo_buffers(self, messages: list[bytes]) -> None:
@@ -285,12 +298,6 @@ class LogReplayer:
         header, data = pb.BuffersHeader.FromString(opening), pb.BytesChunk.FromString(chunk).data
         self.buffers.contribute(data, header.samples, pb.RenewLeaseResponse.FromString(answer).live_workers)
         self.pushes.setdefault(identity_from_message(header.identity), PushRecord()).buffer_step = header.step
-
-
-def _remembered(push: KnownPush) -> tuple[Identity, PushRecord]:
-    answer = PushAnswer(push.version, push.staleness, 0, push.applied_scale) if push.step else None
-    own = OwnVersions(push.own_generation, tuple(push.own_versions))
-    return Identity(push.worker_id, push.incarnation), PushRecord(push.step, answer, push.buffer_step, own)
 
 
 def on_device(update: SparseSlice | None, device: torch.device) -> SparseSlice | None:

@@ -4,7 +4,6 @@ import time
 
 from pscore.model.layout import Span
 from pscore.version import __version__
-from pscore.wire.codecs.names import VALUE_CODECS
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.member import Member
 from psservice.cluster.run import RunState
@@ -92,15 +91,10 @@ def run_settings(settings: ServerSettings) -> pb.RunSettings:
     """Write the settings that workers receive."""
     return pb.RunSettings(
         down_mode=_DOWN_MODES[settings.down_mode],
-        down_density=settings.down_density,
-        exact_limit=settings.exact_limit,
         buffer_policy=_BUFFER_POLICIES[settings.buffers],
         buffer_period_steps=settings.buffer_period_steps,
         chunk_bytes=settings.chunk_bytes,
         lease_seconds=settings.lease_seconds,
-        end_versions=settings.end_versions,
-        end_samples=settings.end_samples,
-        down_value_codec=VALUE_CODECS[settings.down_value_type],  # type: ignore[arg-type]
     )
 
 

@@ -15,7 +15,6 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.telemetry import tracing
 from pscore.telemetry.span import NO_SPAN
 from pscore.telemetry.tracing import traced
-from pscore.version import __version__
 from pscore.wire import frames
 from pscore.wire.codecs.names import (
     PLAIN_VALUE_CODECS,
@@ -86,7 +85,6 @@ class WorkerCalls:
             retry_seconds=WAIT_RETRY_SECONDS,
             live_workers=len(shard.leases),
             run_state=RUN_STATES[shard.run.state],
-            server_version=__version__,
             index_codecs=READABLE_INDEX_CODECS,
             value_codecs=READABLE_VALUE_CODECS,
             upload=None if answer.state == pb.JOIN_STATE_UPLOAD else model_install.upload_progress(shard),
@@ -104,8 +102,6 @@ class WorkerCalls:
         return pb.RenewLeaseResponse(
             checkpoint=shard.durability.announced_checkpoint(),
             live_workers=len(shard.leases),
-            run_state=RUN_STATES[shard.run.state],
-            version=shard.model.version if shard.model else 0,
             received_bytes=member.received_bytes,
             installing=shard.installing,
             upload=model_install.upload_progress(shard),
@@ -235,7 +231,6 @@ class WorkerCalls:
                 mode=REPLY_MODES[reply.mode],
                 version=reply.version,
                 reply_number=reply.number,
-                density=reply.density,
                 changed_density=reply.changed_density,
                 image=reply.image,
                 run_state=RUN_STATES[shard.run.state],

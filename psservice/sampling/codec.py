@@ -1,7 +1,8 @@
 """Data leases as messages, as records of the journal, and as a part of a snapshot's manifest; everything is checked."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
+from typing import Any
 
 from google.protobuf.message import Message
 
@@ -22,7 +23,6 @@ from psservice.sampling.dataset import (
     SampleRequest,
     Share,
 )
-from psservice.storage.manifest import KeptDataset, KeptEpoch, KeptShare
 from psservice.types import Identity
 from psservice.wire.identity import identity_from_message, identity_to_message, require_name
 
@@ -105,37 +105,25 @@ def replay_record(datasets: Datasets, messages: Sequence[bytes]) -> None:
     datasets.redo(identity_from_message(request.identity), sample_request_of(request), granted, gone)
 
 
-def to_manifest(datasets: Datasets) -> list[KeptDataset]:
-    """Write all datasets for a manifest."""
+def to_plain(datasets: Datasets) -> list[Any]:
+    """Write all datasets as values that JSON has, for a manifest."""
 
-    def shares(found: Mapping[Identity, Ranges]) -> list[KeptShare]:
-        return [
-            KeptShare(worker_id=holder.worker_id, incarnation=holder.incarnation, ranges=list(ranges))
-            for holder, ranges in found.items()
-        ]
+    def shares(found: Mapping[Identity, Ranges]) -> list[Any]:
+        return [[*astuple(holder), list(ranges)] for holder, ranges in found.items()]
 
-    return [
-        KeptDataset(
-            name=name,
-            **asdict(each.plan),
-            newest=each.newest,
-            epochs=[
-                KeptEpoch(epoch=number, fresh=epoch.fresh, held=shares(epoch.held), returned=shares(epoch.returned))
-                for number, epoch in each.epochs.items()
-            ],
-        )
-        for name, each in datasets.items()
-    ]
+    def epochs(found: Mapping[int, Epoch]) -> list[Any]:
+        return [[n, epoch.fresh, shares(epoch.held), shares(epoch.returned)] for n, epoch in found.items()]
+
+    return [[name, *astuple(each.plan), each.newest, epochs(each.epochs)] for name, each in datasets.items()]
 
 
-def from_manifest(manifest: Iterable[KeptDataset]) -> Datasets:
-    """Read the datasets of a manifest."""
+def from_plain(plain: Iterable[Any]) -> Datasets:
+    """Read what :func:`to_plain` has written."""
 
-    def shares(found: Iterable[KeptShare]) -> dict[Identity, Ranges]:
-        return {Identity(each.worker_id, each.incarnation): Ranges(each.ranges) for each in found}
+    def shares(found: Iterable[Any]) -> dict[Identity, Ranges]:
+        return {Identity(*holder): Ranges((start, end) for start, end in ranges) for *holder, ranges in found}
 
-    def dataset(each: KeptDataset) -> Dataset:
-        epochs = {one.epoch: Epoch(one.fresh, shares(one.held), shares(one.returned)) for one in each.epochs}
-        return Dataset(Plan(each.size, each.seed, each.shuffle), each.newest, epochs)
+    def epochs(found: Iterable[Any]) -> dict[int, Epoch]:
+        return {number: Epoch(fresh, shares(held), shares(returned)) for number, fresh, held, returned in found}
 
-    return Datasets({each.name: dataset(each) for each in manifest})
+    return Datasets({name: Dataset(Plan(*plan), newest, epochs(found)) for name, *plan, newest, found in plain})

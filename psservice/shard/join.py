@@ -26,7 +26,7 @@ def join(shard: Shard, identity: Identity, layout: ModelLayout, request: pb.Join
         raise Rejected(ErrorCode.BAD_REQUEST, f"a model of {layout.size} elements cannot be cut into {num_shards}")
     with shard.join_lock:
         shard.drain_gate.require_open()
-        fitted = model_install.fit_start(shard, layout)
+        fitted = model_install.fit_initial(shard, layout)
         starts = fitted is not None
         alone = not starts and shard.is_alone(identity)
         # Read before they become the run's; where they must be the run's, that has been done.
@@ -41,8 +41,8 @@ def join(shard: Shard, identity: Identity, layout: ModelLayout, request: pb.Join
         if fitted is None:
             return _answer(shard, identity, request)
         model_install.claim(shard)
-        shard.layout, shard.uploads.start = layout, None
-    model_install.install_start(shard, fitted)
+        shard.layout, shard.uploads.initial = layout, None
+    model_install.install_initial(shard, fitted)
     with shard.join_lock:
         return _answer(shard, identity, request)
 

@@ -10,7 +10,7 @@ import torch
 from pscore.wire.errors import Rejected
 from psservice.cluster.run import RunState
 from psservice.observability.metrics import Metrics
-from psservice.recovery.past_model import read_start
+from psservice.recovery.initial_model import read_initial
 from psservice.settings import ServerSettings
 from psservice.shard.model_install import forget_upload
 from psservice.shard.shard import Shard
@@ -32,7 +32,7 @@ def open_shard(
     try:
         shard.durability.recover()
         if settings.init and shard.model is None:
-            shard.uploads.start = read_start(settings.init, settings.init_checkpoint)
+            shard.uploads.initial = read_initial(settings.init, settings.init_checkpoint)
     except BaseException:
         shard.apply_thread.close()
         shard.durability.abandon()

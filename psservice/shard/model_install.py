@@ -23,7 +23,7 @@ from psservice.model.buffers import BufferAverage
 from psservice.model.parameters import ModelShard
 from psservice.model.wagma.replicas import shard_kind
 from psservice.recovery.capture import Content
-from psservice.recovery.past_model import Start, fit
+from psservice.recovery.initial_model import InitialModel, fit
 from psservice.shard.shard import Shard
 from psservice.shard.upload import Origin, Upload
 from psservice.types import Identity
@@ -200,49 +200,51 @@ def replaces(shard: Shard, loaded: pb.LoadedModel) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class FittedStart:
+class FittedModel:
     """The ``--init`` model in a worker's layout: the whole model's values (fp32 ``[n]``), and its buffers."""
 
-    start: Start
+    initial: InitialModel
     layout: ModelLayout
     flat: torch.Tensor
     buffers: list[torch.Tensor]
 
 
-def fit_start(shard: Shard, layout: ModelLayout) -> FittedStart | None:
+def fit_initial(shard: Shard, layout: ModelLayout) -> FittedModel | None:
     """Bring the ``--init`` model, if not installed yet, into a worker's layout (``FINGERPRINT_MISMATCH``)."""
-    start = shard.uploads.start
-    if start is None:
+    initial = shard.uploads.initial
+    if initial is None:
         return None
     with_buffers = shard.settings.buffers != "none"
-    return FittedStart(start, layout, *fit(layout, start.tensors, with_buffers=with_buffers))
+    return FittedModel(initial, layout, *fit(layout, initial.tensors, with_buffers=with_buffers))
 
 
-def install_start(shard: Shard, fitted: FittedStart) -> None:
+def install_initial(shard: Shard, fitted: FittedModel) -> None:
     """Install the ``--init`` model in the claimed place; after ``NOT_DURABLE`` the next worker's join tries again."""
-    start, layout = fitted.start, fitted.layout
+    initial, layout = fitted.initial, fitted.layout
 
     def make() -> Content:
         span, run = shard.span, shard.run
         model = _make_model(
-            shard, layout, fitted.flat[span.start : span.end].clone(), next_generation(0), start.version
+            shard, layout, fitted.flat[span.start : span.end].clone(), next_generation(0), initial.version
         )
         average = None
         if fitted.buffers and shard.is_coordinator:
             average = BufferAverage(layout.buffers, fitted.buffers)
-            average.weight = start.buffer_weight
-        if any(memory.pieces for memory in start.memories):
-            same_model = start.layout is not None and start.layout.fingerprint == layout.fingerprint
-            if not (same_model and model.rule.import_portable(start.memories)):
+            average.weight = initial.buffer_weight
+        if any(memory.pieces for memory in initial.memories):
+            same_model = initial.layout is not None and initial.layout.fingerprint == layout.fingerprint
+            if not (same_model and model.rule.import_portable(initial.memories)):
                 log.warning("the update rule begins anew: that of the --init run, or its order of tensors, is another")
         # How far another run had come, whatever its number of shards was.
-        samples, datasets = (start.samples, start.datasets) if shard.is_coordinator else (run.samples, shard.datasets)
+        samples, datasets = (
+            (initial.samples, initial.datasets) if shard.is_coordinator else (run.samples, shard.datasets)
+        )
         return Content(model, average, datasets, run.run_id, run.state_with_model, samples)
 
     try:
         _install(shard, make, shard.uploads.end_grant)
     except BaseException:
-        shard.uploads.start = start
+        shard.uploads.initial = initial
         raise
 
 

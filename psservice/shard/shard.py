@@ -163,7 +163,7 @@ class Shard:
         self.set_model(history.model)
         self.dedup.restore(history.pushes, history.last_pushes)
         for live in history.workers.values():
-            member = self.leases.join(Identity(live.worker_id, live.incarnation))
+            member = self.leases.join(live.identity)
             member.index_codecs, member.clock = frozenset(live.index_codecs), live.clock
             member.last_step = self.dedup.record(member.identity).step
 

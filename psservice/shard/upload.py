@@ -17,7 +17,7 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch, next_generation
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.leases import Leases
-from psservice.recovery.past_model import Start
+from psservice.recovery.initial_model import InitialModel
 from psservice.types import Identity
 
 log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class Uploads:
     without ``join_lock``.
 
     Attributes:
-        start: the ``--init`` model, until the first worker has brought a layout that fits.
+        initial: the ``--init`` model, until the first worker has brought a layout that fits.
         current: the unfinished upload; changed under ``lock``.
         origin: of the model that is installed.
     """
@@ -144,7 +144,7 @@ class Uploads:
     def __init__(self, leases: Leases, idle_seconds: float) -> None:
         self._leases, self._idle_seconds = leases, idle_seconds
         self._grant: _Grant | None = None
-        self.start: Start | None = None
+        self.initial: InitialModel | None = None
         self.current: Upload | None = None
         self.origin: Origin | None = None
         self.lock = threading.Lock()

@@ -13,60 +13,6 @@ class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class KeptShare(_Strict):
-    """The ranges ``(start, end)`` that one worker has, or has left."""
-
-    worker_id: str
-    incarnation: str
-    ranges: list[tuple[_Count64, _Count64]]
-
-
-class KeptEpoch(_Strict):
-    """One epoch; see ``psservice.sampling.dataset``."""
-
-    epoch: _Count64
-    fresh: _Count64
-    held: list[KeptShare]
-    returned: list[KeptShare]
-
-
-class KeptDataset(_Strict):
-    """One dataset; see ``psservice.sampling.dataset``."""
-
-    name: str
-    size: _Count64
-    seed: _Count64
-    shuffle: bool
-    newest: _Count64
-    epochs: list[KeptEpoch]
-
-
-class KnownPush(_Strict):
-    """The last push of one incarnation, for repeats; step 0 where the worker has exchanged buffers only.
-
-    ``own_versions`` are the versions that the incarnation's pushes have made since its base.
-    """
-
-    worker_id: str
-    incarnation: str
-    step: int
-    version: int
-    staleness: int
-    applied_scale: float
-    buffer_step: int
-    own_generation: _Count64
-    own_versions: list[tuple[_Count, _Count]]
-
-
-class LiveWorker(_Strict):
-    """A worker that had a lease."""
-
-    worker_id: str
-    incarnation: str
-    index_codecs: list[int]
-    clock: int
-
-
 class FileSeal(_Strict):
     """Size and checksum that a file must have."""
 
@@ -83,7 +29,8 @@ class Manifest(_Strict):
         segment: number of the first journal segment behind it.
         start, length: of the shard's span of the flat layout.
         layout: the model's, as the protocol's JSON.
-        pushes: of each incarnation, least recent first.
+        pushes, workers, datasets: of each incarnation, least recent first; of each lease; see the replayer, which reads
+            them.
         last_pushes: by worker name: incarnation and step of the last push, least recent first.
         memory: of the update rule and an open round, beside their tensors.
         delay_compensation, ledger_multiple: of the shard, for all records behind this.
@@ -91,7 +38,7 @@ class Manifest(_Strict):
         crc32: of all this, with 0 in its place.
     """
 
-    format: Literal[2] = 2
+    format: Literal[3] = 3
     checkpoint: str
     is_named: bool
     segment: _Count
@@ -107,11 +54,11 @@ class Manifest(_Strict):
     method: str
     method_settings: dict[str, str]
     samples: _Count
-    pushes: list[KnownPush]
+    pushes: list[Any]
     last_pushes: dict[str, tuple[str, int]]
-    workers: list[LiveWorker]
+    workers: list[Any]
     memory: dict[str, Any]
-    datasets: list[KeptDataset]
+    datasets: list[Any]
     delay_compensation: float
     ledger_multiple: float
     buffer_weight: float

@@ -4,7 +4,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from psclient.rpc.local_server import LocalServer
-from psservice.cli.serve import main
+from psservice.cli.main import main
 
 WATCHES, CHANNELS = 300, 4
 

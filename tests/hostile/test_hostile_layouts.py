@@ -12,7 +12,7 @@ from pscore.model.layout import ModelLayout, TensorSpec
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.messages import DATA_TYPES, layout_from_message, layout_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.recovery.past_model import fit
+from psservice.recovery.initial_model import fit
 
 many = settings(deadline=None, max_examples=300)
 LAYOUT = ModelLayout((TensorSpec("w", (2, 3), torch.float32),), (TensorSpec("n", (), torch.int64),))

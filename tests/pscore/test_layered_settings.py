@@ -6,7 +6,7 @@ import psclient
 from psclient.cli import main as psclient_main
 from psclient.errors import ConfigurationError
 from psclient.settings import load as load_client
-from psservice.cli.serve import main as psservice_main
+from psservice.cli.main import main as psservice_main
 from psservice.settings import SettingsError
 from psservice.settings import load as load_server
 

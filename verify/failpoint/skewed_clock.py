@@ -68,7 +68,7 @@ def main() -> int:
     shifted = shifted_time(SkewedClock(Path(sys.argv[1])))
     for name in modules_with_a_clock():
         sys.modules[name].__dict__["time"] = shifted
-    from psservice.cli.serve import main as serve
+    from psservice.cli.main import main as serve
 
     return serve(sys.argv[2:])
 

@@ -599,21 +599,12 @@ class RunSettings(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DOWN_MODE_FIELD_NUMBER: _builtins.int
-    DOWN_DENSITY_FIELD_NUMBER: _builtins.int
-    EXACT_LIMIT_FIELD_NUMBER: _builtins.int
     BUFFER_POLICY_FIELD_NUMBER: _builtins.int
     BUFFER_PERIOD_STEPS_FIELD_NUMBER: _builtins.int
     CHUNK_BYTES_FIELD_NUMBER: _builtins.int
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
-    END_VERSIONS_FIELD_NUMBER: _builtins.int
-    END_SAMPLES_FIELD_NUMBER: _builtins.int
-    DOWN_VALUE_CODEC_FIELD_NUMBER: _builtins.int
     down_mode: Global___DownMode.ValueType
     """How pulls are answered."""
-    down_density: _builtins.float
-    """Density of a top-k reply."""
-    exact_limit: _builtins.float
-    """Union density above which AUTO leaves exact replies."""
     buffer_policy: Global___BufferPolicy.ValueType
     """What happens to buffers."""
     buffer_period_steps: _builtins.int
@@ -622,29 +613,18 @@ class RunSettings(_message.Message):
     """Largest payload of one chunk, bytes."""
     lease_seconds: _builtins.float
     """Life of a lease without renewal, seconds."""
-    end_versions: _builtins.int
-    """The run ends at this version of shard 0; 0 for no such end."""
-    end_samples: _builtins.int
-    """The run ends after this many samples over all workers; 0 for no such end."""
-    down_value_codec: Global___ValueCodec.ValueType
-    """How the values of a top-k reply travel."""
     def __init__(
         self,
         *,
         down_mode: Global___DownMode.ValueType = ...,
-        down_density: _builtins.float = ...,
-        exact_limit: _builtins.float = ...,
         buffer_policy: Global___BufferPolicy.ValueType = ...,
         buffer_period_steps: _builtins.int = ...,
         chunk_bytes: _builtins.int = ...,
         lease_seconds: _builtins.float = ...,
-        end_versions: _builtins.int = ...,
-        end_samples: _builtins.int = ...,
-        down_value_codec: Global___ValueCodec.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_period_steps", b"buffer_period_steps", "buffer_policy", b"buffer_policy", "chunk_bytes", b"chunk_bytes", "down_density", b"down_density", "down_mode", b"down_mode", "down_value_codec", b"down_value_codec", "end_samples", b"end_samples", "end_versions", b"end_versions", "exact_limit", b"exact_limit", "lease_seconds", b"lease_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_period_steps", b"buffer_period_steps", "buffer_policy", b"buffer_policy", "chunk_bytes", b"chunk_bytes", "down_mode", b"down_mode", "lease_seconds", b"lease_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -689,7 +669,7 @@ class JoinRequest(_message.Message):
     VALUE_CODECS_FIELD_NUMBER: _builtins.int
     LOADED_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
-    """Version of this protocol that the worker speaks; now 1."""
+    """Version of this protocol that the worker speaks; now 2."""
     method: _builtins.str
     """Name of the training method, for instance "dgs"."""
     shard_index: _builtins.int
@@ -792,7 +772,6 @@ class JoinResponse(_message.Message):
     LAST_STEP_FIELD_NUMBER: _builtins.int
     LAST_INCARNATION_FIELD_NUMBER: _builtins.int
     RUN_STATE_FIELD_NUMBER: _builtins.int
-    SERVER_VERSION_FIELD_NUMBER: _builtins.int
     INDEX_CODECS_FIELD_NUMBER: _builtins.int
     VALUE_CODECS_FIELD_NUMBER: _builtins.int
     FIRST_STEP_FIELD_NUMBER: _builtins.int
@@ -818,8 +797,6 @@ class JoinResponse(_message.Message):
     """The incarnation that sent it."""
     run_state: Global___RunState.ValueType
     """Where the run is."""
-    server_version: _builtins.str
-    """Version of the server program."""
     first_step: _builtins.int
     """The lowest number that the worker's next step should have, so that all count iterations alike; shard 0 decides."""
     load_refused: _builtins.bool
@@ -855,7 +832,6 @@ class JoinResponse(_message.Message):
         last_step: _builtins.int = ...,
         last_incarnation: _builtins.str = ...,
         run_state: Global___RunState.ValueType = ...,
-        server_version: _builtins.str = ...,
         index_codecs: _abc.Iterable[Global___IndexCodec.ValueType] | None = ...,
         value_codecs: _abc.Iterable[Global___ValueCodec.ValueType] | None = ...,
         first_step: _builtins.int = ...,
@@ -864,7 +840,7 @@ class JoinResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings", "upload", b"upload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "generation", b"generation", "index_codecs", b"index_codecs", "last_incarnation", b"last_incarnation", "last_step", b"last_step", "live_workers", b"live_workers", "load_refused", b"load_refused", "retry_seconds", b"retry_seconds", "run_id", b"run_id", "run_state", b"run_state", "server_version", b"server_version", "settings", b"settings", "state", b"state", "upload", b"upload", "value_codecs", b"value_codecs", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "generation", b"generation", "index_codecs", b"index_codecs", "last_incarnation", b"last_incarnation", "last_step", b"last_step", "live_workers", b"live_workers", "load_refused", b"load_refused", "retry_seconds", b"retry_seconds", "run_id", b"run_id", "run_state", b"run_state", "settings", b"settings", "state", b"state", "upload", b"upload", "value_codecs", b"value_codecs", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -913,8 +889,6 @@ class RenewLeaseResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LIVE_WORKERS_FIELD_NUMBER: _builtins.int
-    RUN_STATE_FIELD_NUMBER: _builtins.int
-    VERSION_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
     INSTALLING_FIELD_NUMBER: _builtins.int
@@ -922,10 +896,6 @@ class RenewLeaseResponse(_message.Message):
     UPLOAD_FIELD_NUMBER: _builtins.int
     live_workers: _builtins.int
     """Workers alive."""
-    run_state: Global___RunState.ValueType
-    """Where the run is."""
-    version: _builtins.int
-    """Version of the shard."""
     checkpoint: _builtins.str
     """From shard 0: its newest checkpoint, to be carried to the other shards as it is; empty where there is none."""
     received_bytes: _builtins.int
@@ -944,8 +914,6 @@ class RenewLeaseResponse(_message.Message):
         self,
         *,
         live_workers: _builtins.int = ...,
-        run_state: Global___RunState.ValueType = ...,
-        version: _builtins.int = ...,
         checkpoint: _builtins.str = ...,
         received_bytes: _builtins.int = ...,
         installing: _builtins.bool = ...,
@@ -954,7 +922,7 @@ class RenewLeaseResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["upload", b"upload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "installing", b"installing", "live_workers", b"live_workers", "received_bytes", b"received_bytes", "run_state", b"run_state", "same_batches", b"same_batches", "upload", b"upload", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "installing", b"installing", "live_workers", b"live_workers", "received_bytes", b"received_bytes", "same_batches", b"same_batches", "upload", b"upload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1687,7 +1655,6 @@ class PullHeader(_message.Message):
     MODE_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     REPLY_NUMBER_FIELD_NUMBER: _builtins.int
-    DENSITY_FIELD_NUMBER: _builtins.int
     CHANGED_DENSITY_FIELD_NUMBER: _builtins.int
     IMAGE_FIELD_NUMBER: _builtins.int
     RUN_STATE_FIELD_NUMBER: _builtins.int
@@ -1697,8 +1664,6 @@ class PullHeader(_message.Message):
     """Version that the replica has afterwards."""
     reply_number: _builtins.int
     """Number of this reply, to be acknowledged by the next pull. Only equality means anything."""
-    density: _builtins.float
-    """Entries sent over elements owned."""
     changed_density: _builtins.float
     """What changed since the replica's version, over elements owned; 1 where it is not known."""
     image: _builtins.bool
@@ -1713,14 +1678,13 @@ class PullHeader(_message.Message):
         mode: Global___ReplyMode.ValueType = ...,
         version: _builtins.int = ...,
         reply_number: _builtins.int = ...,
-        density: _builtins.float = ...,
         changed_density: _builtins.float = ...,
         image: _builtins.bool = ...,
         run_state: Global___RunState.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed_density", b"changed_density", "density", b"density", "image", b"image", "mode", b"mode", "reply_number", b"reply_number", "run_state", b"run_state", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed_density", b"changed_density", "image", b"image", "mode", b"mode", "reply_number", b"reply_number", "run_state", b"run_state", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

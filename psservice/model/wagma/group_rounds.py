@@ -94,8 +94,10 @@ class GroupRounds:
         self._began[worker] = now
         self.reached[worker] = iteration
         self._remove_member(worker, [each for each in self._open if each.iteration < iteration])
-        if iteration > self.newest:
-            self._begin(worker, iteration)
+        if iteration > self.newest:  # its rounds are over the workers that have not passed it
+            behind = sorted(other for other, reached in self.reached.items() if other == worker or reached < iteration)
+            self._open += [OpenRound(iteration, {*group}) for group in self._settings.groups(behind, iteration)]
+            self.newest = iteration
         for each in self._open:
             if each.iteration == iteration and worker in each.members:
                 each.since = each.since if each.fresh else now
@@ -165,12 +167,6 @@ class GroupRounds:
         stale = tuple(worker for worker in others if t - self.reached[worker] <= tau)
         absent = tuple(worker for worker in others if worker not in stale)
         return Frozen(t, tuple(sorted(freezing.fresh)), stale, absent)
-
-    def _begin(self, worker: str, iteration: int) -> None:
-        """Open the rounds of an iteration, over the workers that have not passed it."""
-        behind = sorted(other for other, reached in self.reached.items() if other == worker or reached < iteration)
-        self._open += [OpenRound(iteration, {*group}) for group in self._settings.groups(behind, iteration)]
-        self.newest = iteration
 
     def _is_due(self, each: OpenRound) -> bool:
         if not each.fresh:

@@ -80,6 +80,27 @@ def test_other_calls_too(call):
         call()
 
 
+@pytest.mark.parametrize("method", [psclient.DGS, psclient.MomentumSGD])
+def test_a_model_or_nothing_as_params_is_named_with_what_is_wanted(method):
+    model = make_model()
+    for params in (model, [{"params": model}]):
+        with pytest.raises(ConfigurationError, match=r"params is a model: .*model\.parameters\(\)"):
+            method(params, lr=0.1)
+    for params in ([], iter(())):
+        with pytest.raises(ConfigurationError, match=r"params is empty"):
+            method(params, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [("model.pt", "safetensors"), ("no/folder/model.safetensors", "no folder .*folder"), (".", "is a folder")],
+)
+def test_a_model_is_saved_as_what_its_name_says_and_where_there_is_a_folder(tmp_path, name, wanted):
+    with pytest.raises(ConfigurationError, match=wanted):  # before the server is asked, which is not there
+        psclient.save("127.0.0.1:1", tmp_path / name, patience_seconds=0.1)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_model_is_not_saved_under_the_name_of_a_url(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with LocalServer() as server:

@@ -135,6 +135,13 @@ def test_tied_weights_are_found_by_their_other_name():
     assert modelfile.flatten(layout, {"c": torch.tensor([1.0, 2.0])}).tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("name", ["m.pt", "m.PTH", "m.bin", "m.ckpt", "no/folder/m.safetensors", "s3://bucket/m"])
+def test_no_model_is_written_as_a_pickle_or_into_a_folder_that_is_not_there(tmp_path, name):
+    with pytest.raises(modelfile.ModelFileError, match=r"safetensors|folder|URL"):
+        modelfile.write(tmp_path / name, {"w": torch.ones(2)}, {})
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
     path = tmp_path / "m.safetensors"
     modelfile.write(path, {"w": torch.ones(2)}, {})

@@ -8,7 +8,7 @@ import trustme
 from cryptography.hazmat.primitives import serialization
 
 from pscore.net.channels import ChannelError, Security, open_channel, warn_of_readers
-from psservice.cli.serve import main
+from psservice.cli.main import main
 from psservice.rpc.auth import Authenticator, server_credentials
 
 

@@ -81,6 +81,11 @@ def test_a_bad_value_of_the_environment_is_named(monkeypatch):
         load([])
 
 
+def test_a_final_model_is_not_called_like_a_pickle():
+    with pytest.raises(SettingsError, match=r"--final-model .*model\.safetensors"):
+        load(["--final-model", "model.pt"])
+
+
 @pytest.mark.parametrize("text", ["no_such_setting: 1\n", "- a\n- list\n", "down_density: [1\n"])
 def test_a_bad_yaml_file_is_refused(yaml, text):
     with pytest.raises(SettingsError):

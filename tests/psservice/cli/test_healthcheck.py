@@ -7,7 +7,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from psservice.cli.serve import main
+from psservice.cli.main import main
 
 STATES = health_pb2.HealthCheckResponse
 

@@ -20,7 +20,7 @@ def run(program):
 
 @pytest.mark.parametrize("words", [["serve"], ["health", "127.0.0.1:1"]], ids=lambda words: words[0])
 def test_a_server_says_what_to_install(words):
-    answer = run(f"from psservice.cli.serve import main; sys.exit(main({words!r}))")
+    answer = run(f"from psservice.cli.main import main; sys.exit(main({words!r}))")
     assert answer.returncode == 2
     assert "pip install 'sparseps[server]'" in answer.stderr
     assert "Traceback" not in answer.stderr
@@ -28,7 +28,7 @@ def test_a_server_says_what_to_install(words):
 
 def test_a_worker_and_the_commands_for_running_servers_need_none_of_them():
     answer = run(
-        "import psclient; from psservice.cli.serve import main\n"
+        "import psclient; from psservice.cli.main import main\n"
         "psclient.DGS, psclient.ElasticSampler, psclient.download\n"
         "sys.exit(main(['status', '127.0.0.1:1', '--timeout', '1']))"
     )

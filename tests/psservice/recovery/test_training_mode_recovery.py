@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import Rejected
-from psservice.recovery.past_model import replay_shards
+from psservice.recovery.replay import replay_shards
 from psservice.shard.join import leave
 from psservice.shard.model_install import roll_back
 from tests.psservice.recovery.test_recovery import LAYOUT, START, Shard, after_a_crash, send, values

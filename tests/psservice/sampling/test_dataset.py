@@ -1,5 +1,6 @@
 """Samples that are handed out: each is finished exactly once an epoch, whoever comes, dies, repeats or lies."""
 
+import json
 from collections import Counter
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pscore.model.ranges import Ranges
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.sampling.codec import from_manifest, record_of, replay_record, share_of, share_to_messages, to_manifest
+from psservice.sampling.codec import from_plain, record_of, replay_record, share_of, share_to_messages, to_plain
 from psservice.sampling.dataset import MOST_DATASETS, MOST_RANGES, Dataset, Datasets, Epoch, Plan, SampleRequest
 from psservice.types import Identity
 
@@ -137,7 +138,7 @@ class Workers(RuleBasedStateMachine):
 
     @rule()
     def server_starts_again(self):
-        self.datasets = from_manifest(to_manifest(self.datasets))
+        self.datasets = from_plain(json.loads(json.dumps(to_plain(self.datasets))))
 
     @invariant()
     def each_place_is_in_one_state(self):

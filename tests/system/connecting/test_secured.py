@@ -13,7 +13,7 @@ from psclient.rpc.local_server import LocalServer
 from psclient.settings import ClientSettings
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
-from psservice.cli.serve import main
+from psservice.cli.main import main
 from tests.system.tools import assert_same_parameters, make_data, make_model, train_step, wait_until
 
 LIMITS = {"deadline_seconds": 5, "connect_seconds": 3, "patience_seconds": 10, "dense_below": 0}

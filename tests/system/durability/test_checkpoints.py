@@ -7,7 +7,7 @@ import torch
 
 import psclient
 from psclient.rpc.local_server import LocalServer
-from psservice.cli import serve
+from psservice.cli import main as cli
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step
 
 KEPT = 2
@@ -31,7 +31,7 @@ def shards(tmp_path):
 
 def run(capsys, *words):
     capsys.readouterr()
-    code = serve.main([*words])
+    code = cli.main([*words])
     return code, capsys.readouterr()
 
 
@@ -129,7 +129,7 @@ def test_a_checkpoint_that_nobody_has_named_goes_by_itself(shards, capsys):
     assert code == 3
     assert "--keep-snapshots" in printed.err
     with pytest.raises(SystemExit) as ended:
-        serve.main(["snapshot", server.server, "--name", drawn])
+        cli.main(["snapshot", server.server, "--name", drawn])
     assert ended.value.code == 2
 
 

@@ -15,7 +15,7 @@ from torch import nn
 import psclient
 from psclient.rpc.local_server import LocalServer
 from pscore.model import modelfile
-from psservice.cli.serve import main
+from psservice.cli.main import main
 from tests.system.tools import QUICK, train_step, wait_until
 
 ROOM_BYTES = 256 << 10

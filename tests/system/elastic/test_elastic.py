@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import psclient
 from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.cli.serve import main
+from psservice.cli.main import main
 from psservice.operator import call
 from tests.system.tools import QUICK, make_data, make_model, train_step, wait_until
 

@@ -24,7 +24,7 @@ from pscore.wire.frames import Checksum, WireForm, encode
 from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
-from psservice.cli import serve
+from psservice.cli import main as cli
 from psservice.operator import call
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step, wait_until
 
@@ -61,7 +61,7 @@ def versions(server):
 def run(capsys, *words):
     """Run a command in this process; return its exit status and what it has printed."""
     capsys.readouterr()
-    code = serve.main([*words])
+    code = cli.main([*words])
     return code, capsys.readouterr()
 
 
@@ -161,7 +161,7 @@ def test_exit_statuses_tell_unreachable_wrong_refused_and_partial(two_shards, wo
         ["restore", NOWHERE, "--version", str(2**64)],
     ):
         with pytest.raises(SystemExit) as ended:
-            serve.main(wrong)
+            cli.main(wrong)
         assert ended.value.code == 2, wrong
 
 
@@ -265,7 +265,7 @@ def test_names_that_are_no_utf_8_are_wrong_usage(two_shards, capsys):
     name = os.fsdecode(b"worker-\xff")
     for words in (["evict", name, two_shards.server], ["restore", "--checkpoint", name, two_shards.server]):
         with pytest.raises(SystemExit) as ended:
-            serve.main(words)
+            cli.main(words)
         assert ended.value.code == 2
         assert "not valid UTF-8" in capsys.readouterr().err
 

@@ -7,7 +7,7 @@ import pytest
 
 from psclient.errors import ConfigurationError
 from psclient.rpc.local_server import LocalServer
-from psservice.cli import serve
+from psservice.cli import main as cli
 from verify.cluster.servers import free_ports
 
 UNNAMED = {"health_listen": None, "metrics_listen": None}
@@ -44,7 +44,7 @@ def test_a_server_that_was_killed_finds_its_port_beside_one_that_started_meanwhi
         with LocalServer(**UNNAMED) as second:
             first.restart()
             for server in (first, second):
-                assert serve.main(["health", server.health_addresses[0], "--timeout", "30"]) == 0
+                assert cli.main(["health", server.health_addresses[0], "--timeout", "30"]) == 0
 
 
 def test_a_port_that_was_named_and_is_taken_is_an_error(tmp_path):
@@ -57,6 +57,6 @@ def test_a_port_that_was_named_and_is_taken_is_an_error(tmp_path):
 
 def test_health_asks_the_server_that_was_named_and_none_else(capsys):
     with pytest.raises(SystemExit) as ended:
-        serve.main(["health"])
+        cli.main(["health"])
     assert ended.value.code == 2
     assert "ADDRESS" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from psclient.cli import main as psclient_main
 from psclient.errors import RefusedError
 from psclient.rpc.local_server import spawn
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.cli import serve
+from psservice.cli import main as cli
 from psservice.operator import call
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step, wait_until
 
@@ -83,12 +83,12 @@ def is_alive(pid):
 
 def run_json(capsys, *words):
     capsys.readouterr()
-    code = serve.main([*words, "--json"])
+    code = cli.main([*words, "--json"])
     return code, json.loads(capsys.readouterr().out)
 
 
 def is_healthy(command):
-    return serve.main(["health", command.ready["health"], "--timeout", "30"]) == 0
+    return cli.main(["health", command.ready["health"], "--timeout", "30"]) == 0
 
 
 def test_one_address_is_enough_for_workers_and_operators(tmp_path, capsys):
@@ -155,7 +155,7 @@ def test_health_is_that_of_all_shards(tmp_path, capsys):
         drain = pb.DrainRequest(action=pb.DRAIN_ACTION_CLOSE)
         call(command.address_of(2), "Drain", drain, 30.0)
         wait_until(lambda: not is_healthy(command))
-        assert serve.main(["drain", "--undo", command.address]) == 0
+        assert cli.main(["drain", "--undo", command.address]) == 0
         wait_until(lambda: is_healthy(command))
 
 
@@ -185,7 +185,7 @@ def test_the_end_of_the_command_is_the_end_of_all_and_another_number_is_told_wha
 
 def test_drain_and_stop_ends_the_command(tmp_path, capsys):
     with serving(tmp_path / "log") as command:
-        assert serve.main(["drain", "--stop", command.address]) == 0
+        assert cli.main(["drain", "--stop", command.address]) == 0
         assert command.process.wait(60) == 0
 
 

@@ -1,4 +1,4 @@
-"""A model as it was: from a data directory, with no server running or beside one, or from a model file.
+"""A model as it was at a version or a checkpoint, from a data directory, with or without a server that uses it.
 
 ``psservice replay`` writes such a model to a file, ``--init`` begins a run with one, and a rollback goes back to one.
 """
@@ -7,17 +7,12 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from pscore.model import modelfile
-from pscore.model.layout import ModelLayout, digest_of
-from pscore.wire.errors import ErrorCode, Rejected
-from psservice.model.update.base import PortableState
 from psservice.recovery.replayer import LogReplayer
-from psservice.sampling.dataset import Datasets
 from psservice.settings import ShardSettings
 from psservice.storage.files import DISK, Files, StorageError
 from psservice.storage.lock_file import Watermark
@@ -25,9 +20,6 @@ from psservice.storage.recovery_source import RecoverySource, newest_source
 from psservice.storage.snapshots import readable
 
 log = logging.getLogger(__name__)
-
-
-# One shard
 
 
 def replay_to(
@@ -73,9 +65,6 @@ def replay_to(
     raise StorageError(f"version {version} is not covered by what {directory} keeps: {there}")
 
 
-# All shards of a data directory
-
-
 def _shard_directories(data_dir: Path) -> list[Path]:
     """Return the directories of all shards, in order; raises :class:`StorageError` unless there is one of each."""
     found = sorted(data_dir.glob("shard-*-of-*"), key=lambda path: int(path.name.split("-")[1]))
@@ -103,7 +92,7 @@ def replay_shards(data_dir: Path, version: int | None = None, checkpoint: str = 
     return shards
 
 
-def _state_of(shards: Sequence[LogReplayer], *, exact: bool) -> modelfile.StateDict:
+def state_of(shards: Sequence[LogReplayer], *, exact: bool) -> modelfile.StateDict:
     """Join the shards of one model into a state dict; parameters in fp32 if ``exact``, else in their own dtypes."""
     layout, buffers = shards[0].layout, shards[0].buffers
     flat = torch.cat([shard.model.current() for shard in shards])
@@ -115,88 +104,14 @@ def _state_of(shards: Sequence[LogReplayer], *, exact: bool) -> modelfile.StateD
 
 
 def write_model(data_dir: Path, out: Path, *, version: int | None, checkpoint: str) -> None:
-    """Write the model at a version or a checkpoint as a safetensors file; raises :class:`StorageError`."""
+    """Write the model at a version or a checkpoint as a safetensors file (``StorageError``, ``ModelFileError``)."""
+    modelfile.check_path(out)
     shards = replay_shards(data_dir, version, checkpoint)
     versions = [shard.model.version for shard in shards]
     metadata = {"run_id": shards[0].run_id, "version": str(versions[0]), "format": "pt"}
     try:
-        modelfile.write(out, _state_of(shards, exact=False), metadata)
-    except modelfile.ModelFileError as error:
-        raise StorageError(str(error)) from error
+        modelfile.write(out, state_of(shards, exact=False), metadata)
     except OSError as error:
         raise StorageError(f"cannot write {out}: {error.strerror or error}") from error
     replayed = sum(shard.replayed for shard in shards)
     print(f"{out}: version {', '.join(map(str, versions))}, {replayed} records replayed", file=sys.stderr)
-
-
-# The start of a run
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """The start of a run: a model's tensors by name and, from another run, the counts and memories of that.
-
-    Attributes:
-        memories: of the update rules of all shards before; none where there was no run.
-        layout: by which the memories are cut.
-        buffer_weight: how many contributions the averages of the buffers stand for.
-    """
-
-    tensors: modelfile.StateDict
-    version: int = 0
-    samples: int = 0
-    memories: Sequence[PortableState] = ()
-    layout: ModelLayout | None = None
-    datasets: Datasets = field(default_factory=Datasets)
-    buffer_weight: float = 0.0
-
-
-def read_start(path: Path, checkpoint: str) -> Start:
-    """Read a model file, or a checkpoint of a data directory; raises ``ModelFileError`` or :class:`StorageError`."""
-    if not path.is_dir():
-        return Start(modelfile.read(path))
-    shards = replay_shards(path, checkpoint=checkpoint)
-    first = shards[0]  # of the coordinator, which counts samples and averages buffers
-    return Start(
-        _state_of(shards, exact=True),
-        max(shard.model.version for shard in shards),
-        first.samples,
-        [shard.model.rule.export_portable() for shard in shards],
-        first.layout,
-        first.datasets,
-        first.buffers.weight if first.buffers else 0.0,
-    )
-
-
-def fit(
-    layout: ModelLayout, state: modelfile.StateDict, *, with_buffers: bool
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the file's parameters laid flat (fp32 ``[n]``) and its buffers, both in a worker's order.
-
-    Raises :class:`Rejected` (``FINGERPRINT_MISMATCH``) where file and model have other tensors.
-    """
-
-    def mismatch(message: str, tensor: str) -> Rejected:
-        return Rejected(ErrorCode.FINGERPRINT_MISMATCH, f"the --init file {message}", tensor=tensor)
-
-    known = {name for spec in layout.tensors() for name in (spec.name, *spec.aliases)}
-    for name in state:
-        if name not in known:
-            raise mismatch(f"has tensor {name!r}, the model has not", name)
-    for frozen in layout.frozen:
-        tensor = state.get(frozen.spec.name)
-        if tensor is not None and digest_of(tensor.to(frozen.spec.dtype)) != frozen.digest:
-            raise mismatch(
-                f"has other values of frozen parameter {frozen.spec.describe()} than the worker", frozen.spec.name
-            )
-    try:
-        flat = modelfile.flatten(layout, state)
-    except modelfile.ModelFileError as error:
-        raise Rejected(ErrorCode.FINGERPRINT_MISMATCH, f"the --init file does not fit the model: {error}") from error
-    buffers = []
-    for spec in layout.buffers if with_buffers else ():
-        tensor = state.get(spec.name)
-        if tensor is None or tuple(tensor.shape) != spec.shape:
-            raise mismatch(f"lacks buffer {spec.describe()}", spec.name)
-        buffers.append(tensor.to(spec.dtype))
-    return flat, buffers

@@ -1,0 +1,137 @@
+"""``psservice``: one command, and its exit status. torch and gRPC are loaded once a command needs them."""
+
+import argparse
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+from psservice.cli.parser import command_parser
+from psservice.cli.serve import EXIT_DONE, EXIT_UNABLE, EXIT_USAGE, failed, serve
+
+EXIT_INTERRUPTED, EXIT_NO_READER = 128 + signal.SIGINT, 128 + 13  # as shells have it; not every system has SIGPIPE
+EXIT_NOT_WRITTEN = 74  # EX_IOERR of sysexits.h
+
+_SEE_STATUS = "psservice status shows what was done"
+_SERVER_MODULES = ("grpc_health", "grpc_reflection", "prometheus_client", "pythonjsonlogger")  # the extra [server]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0 done, 1 unreachable or unable, 2 usage, 3 refused, 4 in part."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if words[:1] == ["serve"]:
+            return serve(words[1:])
+        parser = command_parser()
+        options = parser.parse_args(words)
+        if options.command == "replay":
+            return _replay(options)
+        if options.command == "health":
+            return _health(options)
+        return _for_a_reader(lambda: _operate(options, parser.error))
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _SERVER_MODULES:
+            raise
+        print(f"psservice: {error.name} is not installed; run: pip install 'sparseps[server]'", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def _for_a_reader(command: Callable[[], int]) -> int:
+    """Run a command that prints, and report what its terminal, pipe or file does not take by the exit status."""
+    if sys.stderr is None:  # closed: print() would take stdout instead, which may be JSON
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without a dash shows a question mark
+    try:
+        status = command()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # as of `| head -1`
+        _drop_output()
+        return EXIT_NO_READER
+    except OSError as error:  # a full disk; reading has errors of its own
+        _drop_output()
+        print(f"psservice: the output could not be written: {error}; {_SEE_STATUS}", file=sys.stderr)
+        return EXIT_NOT_WRITTEN
+    except KeyboardInterrupt:
+        print(f"psservice: interrupted; {_SEE_STATUS}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _drop_output() -> None:
+    """Discard the output that is not written yet, or else the interpreter complains at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int:
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its lines on stderr; the error that follows says the same
+
+    from pscore.config import unknown_variables
+    from pscore.net.addresses import AddressError
+    from pscore.net.channels import ChannelError, Security
+    from pscore.net.discovery import DiscoveryError, find
+    from psservice.operator import commands, drain, render, top
+    from psservice.operator.client import OperateError, ShardClients
+
+    mistyped = [
+        *unknown_variables("PSCLIENT_TLS_", ("ca", "cert", "key", "server_name")),
+        *unknown_variables("PSCLIENT_TOKEN", ("", "_file")),
+    ]
+    if mistyped:
+        render.say("\n".join(mistyped), failed=True)
+        return EXIT_USAGE
+    tls = options.tls_ca, options.tls_cert, options.tls_key, options.tls_server_name
+    security = Security(*tls, os.environ.get("PSCLIENT_TOKEN", ""), options.token_file)
+    others = {"top": top.top, "drain": drain.drain}
+    run = others.get(options.command) or getattr(commands, options.command)
+    try:
+        addresses, security = find(",".join(options.addresses), security, options.timeout)
+        with ShardClients(addresses, options.timeout, security) as clients:
+            status: int = run(clients, options)
+            return status
+    except AddressError as error:
+        wrong(str(error))
+    except DiscoveryError as error:
+        render.say(f"{error}; name the shards one by one to ask those that are there", failed=True)
+        return EXIT_UNABLE
+    except (commands.MixedShardsError, ChannelError, OperateError) as error:  # the last two: TLS or token files
+        render.say(str(error), failed=True)
+    return EXIT_USAGE
+
+
+def _health(options: argparse.Namespace) -> int:
+    """Ask a server's plaintext health port, as a container's health check does."""
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    address, states = options.address, health_pb2.HealthCheckResponse
+    # Without the proxy of the environment, through which gRPC would go to loopback too.
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(  # type: ignore[attr-defined]  # made at run time
+                health_pb2.HealthCheckRequest(), timeout=options.timeout
+            )
+        except grpc.RpcError as error:
+            why = f"{error.code().name}: {error.details()}; is a server running with --health-listen {address}?"
+            return failed("health", f"{address}: {why}")
+    if answer.status != states.SERVING:
+        state = states.ServingStatus.Name(answer.status)
+        why = "the server is starting, drained or stopping, or cannot write its journal: see its log"
+        return failed("health", f"{address}: {state}; {why}")
+    print(f"{address}: serving")
+    return EXIT_DONE
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from pscore.model.modelfile import ModelFileError
+    from psservice.recovery.replay import write_model
+    from psservice.storage.files import StorageError
+
+    try:
+        write_model(options.directory, options.out, version=options.to, checkpoint=options.checkpoint)
+    except (StorageError, ModelFileError) as error:
+        return failed("replay", error)
+    return EXIT_DONE
