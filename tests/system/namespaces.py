@@ -7,11 +7,12 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-_FILES = Path("/etc/netns")  # ip-netns(8): what stands here for a namespace is its /etc
+FILES = Path("/etc/netns")  # ip-netns(8): what stands here for a namespace is its /etc
 _SECONDS = 30
 
 
@@ -50,7 +51,7 @@ class Network:
             _ip("-n", self._bridge, "link", "add", "bridge", "type", "bridge")
             _ip("-n", self._bridge, "link", "set", "bridge", "up")
             for number, namespace in enumerate(self._namespaces.values()):
-                files = _FILES / namespace
+                files = FILES / namespace
                 files.mkdir(parents=True)
                 (files / "hosts").write_text("127.0.0.1 localhost\n")
                 (files / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
@@ -76,7 +77,7 @@ class Network:
             for pid in found.stdout.split():
                 os.kill(int(pid), signal.SIGKILL)
             subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, timeout=_SECONDS)
-            shutil.rmtree(_FILES / namespace, ignore_errors=True)
+            shutil.rmtree(FILES / namespace, ignore_errors=True)
 
     def new_address(self) -> str:
         """Return an address that no host has had."""
@@ -100,7 +101,7 @@ class Network:
         """Let names stand for addresses, on every host."""
         lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, all_ in names.items() for address in all_)]
         for namespace in self._namespaces.values():  # in place: a new file would not be seen through the mount
-            with (_FILES / namespace / "hosts").open("r+") as file:
+            with (FILES / namespace / "hosts").open("r+") as file:
                 file.write("\n".join(lines) + "\n")
                 file.truncate()
 
@@ -115,15 +116,18 @@ class Network:
     def block(self, host: str) -> None:
         """Drop what comes and what goes, without a word."""
         for chain in ("INPUT", "OUTPUT"):
-            subprocess.run([*self.inside(host), "iptables", "-A", chain, "-j", "DROP"], check=True, timeout=_SECONDS)
+            self._iptables(host, "-A", chain, "-j", "DROP")
 
     def unblock(self, host: str) -> None:
         """Let everything through again."""
-        subprocess.run([*self.inside(host), "iptables", "-F"], check=True, timeout=_SECONDS)
+        self._iptables(host, "-F")
 
-    def inside(self, host: str) -> list[str]:
-        """Return what a command begins with that runs on a host."""
-        return ["ip", "netns", "exec", self._namespaces[host]]
+    def _iptables(self, host: str, *arguments: str) -> None:
+        _ip("netns", "exec", self._namespaces[host], "iptables", *arguments)
+
+    def inside(self, host: str, module: str) -> list[str]:
+        """Return what a command begins with that runs a module on a host."""
+        return [sys.executable, "-m", "tests.system.inside", self._namespaces[host], module]
 
 
 def _ip(*arguments: str) -> None:

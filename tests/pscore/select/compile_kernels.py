@@ -1,4 +1,4 @@
-"""Compile every kernel as it is launched, for the GPU generation named on the command line; no GPU is needed.
+"""Compile every kernel as it is launched, for the GPU generations named on the command line; no GPU is needed.
 
 The interpreter does not know Triton's types. This does, and goes down to machine code.
 """
@@ -34,7 +34,7 @@ def machine_code(kernel, capability, dtype="fp32", warps=8, **constants):
     return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def main(capability):
+def compile_all(capability):
     shape = {"BLOCK": 4096, "SLOT": 256}
     unfed = {"gradient": None, "parameters": None, "momentum": None}
     fed = [
@@ -52,4 +52,5 @@ def main(capability):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    for named in sys.argv[1:]:
+        compile_all(int(named))

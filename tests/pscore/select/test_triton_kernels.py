@@ -204,13 +204,12 @@ def test_there_must_be_something_to_take(n, k):
         selection().take(torch.zeros(n, device=DEVICE), None, k, 0.0, {})
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-def test_the_kernels_compile_for_a_gpu(capability, tmp_path):
+def test_the_kernels_compile_for_two_generations_of_gpus(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     script = Path(__file__).with_name("compile_kernels.py")
     root = script.parents[3]
     environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, str(script), str(capability)]
+    command = [sys.executable, str(script), "80", "90"]
     answer = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=100)
     assert answer.returncode == 0, answer.stderr

@@ -10,7 +10,6 @@ import queue
 import select
 import signal
 import subprocess
-import sys
 import threading
 
 import pytest
@@ -35,10 +34,9 @@ class Worker:
     """A steady worker on a host, and what it has said last."""
 
     def __init__(self, network, host, server, overlap, log):
-        command = [sys.executable, "-m", "tests.system.steady_worker", server, host, "overlap" if overlap else "plain"]
-        self.process = subprocess.Popen(
-            [*network.inside(host), *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-        )
+        begin = network.inside(host, "tests.system.steady_worker")
+        command = [*begin, server, host, "overlap" if overlap else "plain"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
         self.host, self.step, self.live = host, 0, 0
         self._answers = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -105,11 +103,9 @@ class World:
             "parent-pid": os.getpid(),
             "ready-fd": write_end,
         }
-        command = [sys.executable, "-m", "psservice", "serve", "--insecure"]
+        command = [*self.network.inside(SERVERS[index], "psservice"), "serve", "--insecure"]
         command += [f"--{name}={value}" for name, value in flags.items()]
-        self._servers[index] = subprocess.Popen(
-            [*self.network.inside(SERVERS[index]), *command], pass_fds=(write_end,), stderr=self._log
-        )
+        self._servers[index] = subprocess.Popen(command, pass_fds=(write_end,), stderr=self._log)
         os.close(write_end)
         self._ready[index] = read_end
 

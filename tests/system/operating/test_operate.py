@@ -76,6 +76,7 @@ def test_finish_writes_the_final_model(tmp_path):
         loaded.load_state_dict(load_file(final))
         for name, tensor in psclient.download(server.server).items():
             assert torch.equal(tensor, loaded.state_dict()[name]), name
+        optimizer.close()  # it would live on, and wait at exit for a server that is gone
 
 
 def test_save_and_merge(tmp_path):

@@ -40,12 +40,16 @@ def moved(optimizer, layer):
     return -layer.weight.detach()[0, 0].item()
 
 
+HASTY = QUICK.model_copy(update={"patience_seconds": 8})
+"""Of an exchange that was under way already when the server has stopped."""
+
+
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_batch_is_pushed_once_where_its_step_is_called_again(kind):
     layer, calls, errors = constant(), [], 0
     with (
         LocalServer(down_mode="exact", lease_seconds=60) as server,
-        MAKERS[kind](layer, server=server, settings=QUICK) as optimizer,
+        MAKERS[kind](layer, server=server, settings=HASTY) as optimizer,
     ):
         for batch in range(4):
             if batch == 1:

@@ -172,8 +172,11 @@ def test_a_gradient_that_is_not_finite_stops_the_step_and_the_next_one_works(ser
         assert all(bool(s["residual"].isfinite().all()) for s in optimizer.state.values())
 
 
+HASTY = {"patience_seconds": 8}  # of an exchange that was under way already when the server has stopped
+
+
 def test_a_server_that_stops_for_a_while_loses_and_doubles_nothing():
-    settings = QUICK.model_copy(update={"merge": "elements", "group_elements": 1})
+    settings = QUICK.model_copy(update={"merge": "elements", "group_elements": 1} | HASTY)
     layer, total, failures = linear(1000), torch.zeros(1, 1000), 0
     with (
         LocalServer(down_mode="exact", lease_seconds=60) as server,
@@ -280,7 +283,7 @@ def test_a_parameter_that_is_thawed_later_trains(server):
 
 
 def test_what_could_not_be_sent_is_sent_by_the_step_after_a_pull_that_failed():
-    settings = QUICK.model_copy(update={"merge": "elements", "group_elements": 1})
+    settings = QUICK.model_copy(update={"merge": "elements", "group_elements": 1} | HASTY)
     layer, total = linear(100), torch.zeros(1, 100)
     with (
         LocalServer(down_mode="exact", lease_seconds=60) as server,
