@@ -65,7 +65,6 @@ class Campaign:
         misfortune: Misfortune,
         data_dir: Path | None = None,
     ) -> None:
-        """Prepare."""
         self.plan, self.directory, self.say, self._misfortune = plan, directory, say, misfortune
         self.result = Result(plan.name)
         self.rng = random.Random(f"{plan.seed} {plan.name}")

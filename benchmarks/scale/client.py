@@ -107,7 +107,6 @@ class _Shard:
         return received
 
     def leave(self) -> None:
-        """End the lease."""
         self._stub.Leave(pb.LeaveRequest(identity=self._identity), timeout=CALL_SECONDS)
         self._channel.close()
 
@@ -126,7 +125,6 @@ class Worker:
     def __init__(
         self, addresses: Sequence[str], name: str, files: Sequence[Sequence[Path]], think: float, pushes: int
     ) -> None:
-        """Join a run that has its model."""
         self._shards = [_Shard(address, name, of) for address, of in zip(addresses, files, strict=True)]
         self._think, self._pushes, self._random = think, pushes, random.Random(name)
         self.steps: list[Step] = []
@@ -151,7 +149,6 @@ class Worker:
             self.steps.append(Step(began, pushed, ended, answers[0].staleness, sent, received))
 
     def leave(self) -> None:
-        """End the leases."""
         for shard in self._shards:
             shard.leave()
 
@@ -172,7 +169,6 @@ def _run_between_lines(workers: Sequence[Worker]) -> None:
 
 
 def main() -> int:
-    """Run workers."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale.client")
     parser.add_argument("addresses", help="of the shards, with commas between")
     parser.add_argument("updates", type=Path, help="folder of NAME.SHARD.NUMBER files")

@@ -112,7 +112,6 @@ class Pool:
     """Places that are taken and given back, first come first served; one who asks for too much gets all of it."""
 
     def __init__(self, simulator: Simulator, places: float) -> None:
-        """All free."""
         self._simulator, self._places, self._free = simulator, places, places
         self._queue: deque[tuple[float, Event]] = deque()
         self._since = self._busy = 0.0
@@ -125,7 +124,6 @@ class Pool:
         return event
 
     def give(self, places: float = 1.0) -> None:
-        """Give them back."""
         self._note()
         self._free += min(places, self._places)
         self._serve()
@@ -167,8 +165,6 @@ class _Place:
 
 
 class _Shard:
-    """One server."""
-
     def __init__(self, simulator: Simulator, cluster: Cluster, costs: Costs, cpu: Link, draw: random.Random) -> None:
         self.simulator, self.cluster, self.costs, self.cpu = simulator, cluster, costs, cpu
         cap = cluster.worker_rate / cluster.shards
@@ -213,7 +209,6 @@ class _Shard:
             yield simulator.wait(self.cluster.delay + costs.idle / 2)
 
     def pull(self, worker: int, replies: list[Reply]) -> Process:
-        """Answer one pull."""
         simulator, costs, place = self.simulator, self.costs, self.places[worker]
         if self.cluster.delay or costs.idle:
             yield simulator.wait(self.cluster.delay + costs.idle / 2)
@@ -296,7 +291,6 @@ class _Fleet:
         self.record = _Record()
 
     def train(self, worker: int) -> Process:
-        """One worker, for ever."""
         wait, compute = self.simulator.wait, self.cluster.compute
         yield wait(self._draw.uniform(0, compute))
         exchange: Event | None = None

@@ -45,7 +45,6 @@ class FolderImages:
     """
 
     def __init__(self, folder: Path) -> None:
-        """List the files."""
         self._folder = folder
         self.classes: Sequence[str] = class_folders(folder)
         self._names: list[str] = []
@@ -59,7 +58,6 @@ class FolderImages:
         self._labels = np.array(labels, np.int32)
 
     def __len__(self) -> int:
-        """Return the number of images."""
         return len(self._names)
 
     def name(self, index: int) -> str:
@@ -93,7 +91,6 @@ class RecordImages:
         self._ends = np.cumsum([len(records) for records in self._records])
 
     def __len__(self) -> int:
-        """Return the number of images."""
         return int(self._ends[-1])
 
     def name(self, index: int) -> str:

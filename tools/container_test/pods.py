@@ -42,7 +42,6 @@ class Pods:
         say(f"{len(self._plan.servers)} shards serve, and their health checks say so")
 
     def start_workers(self) -> None:
-        """Start every worker."""
         for pod in self._plan.workers:
             self._play(pod, image.QUICKSTART)
         say(f"{len(self._plan.workers)} workers are started")

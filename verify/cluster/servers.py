@@ -40,7 +40,6 @@ class StartFailedError(Exception):
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
-        """Say why."""
         super().__init__(message)
         self.status = status
 
@@ -206,7 +205,6 @@ class Servers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End what still runs."""
         self.close()
 
     def close(self) -> None:

@@ -62,7 +62,6 @@ class Flips:
     """
 
     def __init__(self, plan: Plan, directory: Path, say: Callable[[str], None], most: int = 0) -> None:
-        """Prepare."""
         self.plan, self.directory, self.say, self._most = plan, directory, say, most
         self.result = Result(plan.name)
         self._rng = random.Random(f"{plan.seed} {plan.name}")

@@ -44,13 +44,11 @@ class Disk:
         (self.path / "ballast").unlink()
 
     def __enter__(self) -> "Disk":
-        """Return it, empty."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take it down."""
         if self.mounted:
             subprocess.run(["umount", str(self.path)], check=True)
 

@@ -72,7 +72,6 @@ class Proxy:
     """Listens for each shard and passes on."""
 
     def __init__(self, seed: int) -> None:
-        """Begin calm."""
         self._rng = random.Random(seed)
         self._rough = False
         self._open: set[Connection] = set()
@@ -123,7 +122,6 @@ class Connection:
     """One connection on its way through."""
 
     def __init__(self, fate: Fate, ours: Ends, theirs: Ends) -> None:
-        """Take both ends."""
         self.fate, self._ours, self._theirs = fate, ours, theirs
 
     async def run(self) -> None:

@@ -20,7 +20,6 @@ class Trainer:
     def __init__(
         self, name: str, server: str, log: Any, *, seed: int, hidden: int, pause: float, overlap: bool
     ) -> None:
-        """Start it."""
         self.name, self.overlap = name, overlap
         self.steps = 0
         self.agreed: dict[str, Any] = {}
@@ -124,7 +123,6 @@ class Team:
         )
 
     def __len__(self) -> int:
-        """Count the living."""
         return len(self.living)
 
     def kill(self, number: int) -> None:
