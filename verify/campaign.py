@@ -77,7 +77,6 @@ class Campaign:
         self.crew: Crew
 
     def run(self) -> Result:
-        """Do it all."""
         started, plan = time.monotonic(), self.plan
         self.directory.mkdir(parents=True)
         self.servers = Servers(

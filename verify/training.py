@@ -39,7 +39,6 @@ class Training:
         self._rng = random.Random(f"{plan.seed} {plan.name}")
 
     def run(self) -> Result:
-        """Do it all."""
         started, plan = time.monotonic(), self.plan
         self.directory.mkdir(parents=True)
         servers = Servers(

@@ -61,7 +61,6 @@ class FolderImages:
         return len(self._names)
 
     def name(self, index: int) -> str:
-        """Say where an image is."""
         return str(self._folder / self.classes[self._labels[index]] / self._names[index])
 
     def read(self, index: int) -> tuple[bytes, int]:
@@ -94,7 +93,6 @@ class RecordImages:
         return int(self._ends[-1])
 
     def name(self, index: int) -> str:
-        """Say where an image is."""
         path, offset, _ = self._find(index)
         return f"{path}, the record at byte {offset}"
 

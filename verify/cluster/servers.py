@@ -80,7 +80,6 @@ class Servers:
 
     @property
     def addresses(self) -> list[str]:
-        """Where the shards listen."""
         return [f"127.0.0.1:{port}" for port in self.ports]
 
     def folder(self, shard: int) -> Path:

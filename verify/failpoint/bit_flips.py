@@ -69,7 +69,6 @@ class Flips:
         self._initial = np.random.default_rng(plan.seed).normal(size=plan.size).astype(np.float32)
 
     def run(self) -> Result:
-        """Do it all."""
         started = time.monotonic()
         self.directory.mkdir(parents=True)
         servers = Servers(1, self.directory / "data", self.directory, fsync=self.plan.fsync, **_SETTINGS)

@@ -29,7 +29,6 @@ class Disk:
         self.mounted = shutil.which("mount") is not None and _mounts_of_our_own() and not _mount(path)
 
     def fill(self) -> None:
-        """Leave nothing."""
         with (self.path / "ballast").open("ab", buffering=0) as file:
             size = _PIECE
             while size:

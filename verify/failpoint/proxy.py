@@ -52,7 +52,6 @@ class Fate:
 
 
 def draw(rng: random.Random) -> Fate:
-    """Draw a fate."""
     kind = rng.choices([name for name, _ in _FATES], [weight for _, weight in _FATES])[0]
     fate = Fate(kind, reset=rng.random() < 0.5)
     if kind == "delayed":
@@ -119,8 +118,6 @@ Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Connection:
-    """One connection on its way through."""
-
     def __init__(self, fate: Fate, ours: Ends, theirs: Ends) -> None:
         self.fate, self._ours, self._theirs = fate, ours, theirs
 

@@ -76,7 +76,6 @@ class Crew:
         self._signal(number, signal.SIGSTOP)
 
     def resume(self, number: int) -> None:
-        """Let it go on."""
         self._signal(number, signal.SIGCONT)
 
     def leave(self, seconds: float) -> None:
