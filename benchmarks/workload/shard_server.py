@@ -134,7 +134,6 @@ class InProcessShard:
             mode=mode,
             version=reply.version,
             reply_number=reply.number,
-            density=reply.density,
             changed_density=reply.changed_density,
             image=reply.image,
             run_state=pb.RUN_STATE_TRAINING,
