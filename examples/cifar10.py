@@ -78,7 +78,6 @@ def make_model(name: str, classes: int) -> nn.Module:
 
 
 def train(options: argparse.Namespace, place: launch.Place) -> None:
-    """Be one worker."""
     torch.manual_seed(options.seed)
     train_set, test_set = load_data(options, train=True), load_data(options, train=False)
     model = make_model(options.model, len(train_set.classes)).to(place.device)

@@ -37,7 +37,6 @@ def make_model(name: str, classes: int) -> nn.Module:
 
 
 def train(options: argparse.Namespace, place: launch.Place) -> None:
-    """Be one worker."""
     torch.manual_seed(options.seed)
     train_set, test_set = (open_images(options.data, part, options.classes) for part in ("train", "val"))
     model = make_model(options.model, len(train_set.classes)).to(place.device)
@@ -118,7 +117,6 @@ def measure(options: argparse.Namespace) -> int:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Do what the options ask for."""
     check(options)
     if options.profile:
         return measure(options)

@@ -47,7 +47,6 @@ def make_optimizer(
 
 
 def train(options: argparse.Namespace, place: launch.Place) -> None:
-    """Be one worker."""
     torch.manual_seed(options.seed)
     training, held_out = read_text(options.text, options.text_bytes)
     windows = Windows(training, options.context)

@@ -1,6 +1,7 @@
 """The server's settings: one frozen class, filled from flags, then ``PSSERVICE_*``, then a YAML file, then defaults."""
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,9 +171,7 @@ class ServerSettings(LayeredSettings):
                 self._check_open_address(address)
             if not 0 <= port < 65536:
                 raise ValueError(f"{self.explicit(name)} {address}: no such port")
-        if self.device not in ("auto", "cpu", "cuda") and not (
-            self.device.startswith("cuda:") and self.device[5:].isdigit()
-        ):
+        if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device):
             raise ValueError(f"--device {self.device!r}: use auto, cpu, cuda or cuda:N")
         if self.shards > 1:
             self._check_shards()
@@ -200,7 +199,8 @@ class ServerSettings(LayeredSettings):
 
     def of_shard(self, index: int) -> "ServerSettings":
         """Return the settings of one of ``shards``: its place, its ports, and the health port at shard 0 only."""
-        own = {name: _port_after(getattr(self, name), index) for name in ("listen", "metrics_listen")}
+        named = {name: getattr(self, name) for name in ("listen", "metrics_listen")}
+        own = {name: at_port(each, split_address(each)[1] + index) for name, each in named.items() if each}
         health_listen = "" if index else self.health_listen
         place = {"shard_index": index, "num_shards": self.shards}
         return self.model_copy(update=own | place | {"health_listen": health_listen})
@@ -229,10 +229,6 @@ def split_address(address: str) -> tuple[str, int]:
 def at_port(address: str, port: int) -> str:
     """Return ``HOST:PORT`` with another port."""
     return f"{address.rpartition(':')[0]}:{port}"
-
-
-def _port_after(address: str, count: int) -> str:
-    return at_port(address, split_address(address)[1] + count) if address else ""
 
 
 def load(arguments: Sequence[str]) -> ServerSettings:

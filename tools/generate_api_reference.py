@@ -38,7 +38,6 @@ _ENTRY = re.compile(r"^ {4}(\S[^:]*(?::(?!\s)[^:]*)*): (.*)$")
 
 
 def reference() -> str:
-    """Return the whole page."""
     missing = set(psclient.__all__) - {name for names in GROUPS.values() for name in names} - {*MODULES, "__version__"}
     if missing:
         raise SystemExit(f"put {', '.join(sorted(missing))} into a group of {Path(__file__).name}")

@@ -42,7 +42,6 @@ WIDTH = 118
 
 
 def configuration() -> str:
-    """Return the YAML file."""
     lines = [HEAD + ", ".join(OF_THE_POD) + "."]
     for name, field in ServerSettings.model_fields.items():
         if name in (*OF_THE_POD, *OF_A_CHILD):

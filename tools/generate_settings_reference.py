@@ -42,7 +42,6 @@ the environment, which wins over the file. The optimizer's own `server=` and `wo
 
 
 def table(settings: type[BaseSettings], variable_prefix: str) -> str:
-    """Return a Markdown table of a settings class."""
     rows = ["| name | environment | default | meaning |", "|---|---|---|---|"]
     for name, field in settings.model_fields.items():
         default = "–" if field.default is None or field.default == "" else f"`{field.default}`"
@@ -55,7 +54,6 @@ def table(settings: type[BaseSettings], variable_prefix: str) -> str:
 
 
 def reference() -> str:
-    """Return the whole page."""
     return HEAD + SERVER + table(ServerSettings, "PSSERVICE_") + "\n" + CLIENT + table(ClientSettings, "PSCLIENT_")
 
 

@@ -84,7 +84,6 @@ def run(loop: Loop, folder: Path) -> None:
 
 
 def ways(loop: Loop) -> list[Callable[[Loop, Path], None]]:
-    """Return the ways in which a loop is run."""
     return [broken_off] if loop.short else [alone, broken_off, fresh]
 
 

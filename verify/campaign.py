@@ -65,7 +65,6 @@ class Campaign:
         misfortune: Misfortune,
         data_dir: Path | None = None,
     ) -> None:
-        """Prepare."""
         self.plan, self.directory, self.say, self._misfortune = plan, directory, say, misfortune
         self.result = Result(plan.name)
         self.rng = random.Random(f"{plan.seed} {plan.name}")
@@ -78,7 +77,6 @@ class Campaign:
         self.crew: Crew
 
     def run(self) -> Result:
-        """Do it all."""
         started, plan = time.monotonic(), self.plan
         self.directory.mkdir(parents=True)
         self.servers = Servers(

@@ -88,7 +88,6 @@ def problems(results: Sequence[Result]) -> list[str]:
 
 
 def write(path: Path, facts: dict[str, Any], results: Sequence[Result], notes: Sequence[str]) -> None:
-    """Write every figure."""
     path.parent.mkdir(parents=True, exist_ok=True)
     total = {name: sum(result.total(name) for result in results) for name, _ in _FIGURES}
     found = {

@@ -49,7 +49,6 @@ class Soak:
     """
 
     def __init__(self, minutes: float, workers: int, hidden: int, pause: float, directory: Path) -> None:
-        """Prepare."""
         self._seconds, self._workers, self._hidden, self._pause = 60 * minutes, workers, hidden, pause
         self._directory = directory
         self.samples: list[Sample] = []

@@ -34,13 +34,11 @@ class Training:
     """Trainers, servers that are killed, and accounts at the end."""
 
     def __init__(self, plan: Plan, directory: Path, say: Callable[[str], None]) -> None:
-        """Prepare."""
         self.plan, self.directory, self.say = plan, directory, say
         self.result = Result(plan.name)
         self._rng = random.Random(f"{plan.seed} {plan.name}")
 
     def run(self) -> Result:
-        """Do it all."""
         started, plan = time.monotonic(), self.plan
         self.directory.mkdir(parents=True)
         servers = Servers(

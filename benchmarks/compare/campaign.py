@@ -45,7 +45,6 @@ class Campaign:
     """
 
     def __init__(self, plan: Plan, ledger: Ledger, watcher: Watcher, do: Callable[[Spec], Outcome] = execute) -> None:
-        """Begin with nothing done."""
         self.plan = plan
         self.runs: list[Run] = []
         self.searched: list[Run] = []

@@ -41,7 +41,6 @@ def held_out(validation: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def source() -> str:
-    """Say what the data are."""
     trained = len(_data()[1]) - _HELD_OUT
     return (
         f"scikit-learn's digits: {trained} images to train on, {VALIDATION_SAMPLES} to choose settings by, "

@@ -36,7 +36,6 @@ class ByteModel(nn.Module):
 
 
 def make_model() -> nn.Module:
-    """Return the network."""
     return ByteModel()
 
 

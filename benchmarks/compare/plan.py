@@ -49,7 +49,6 @@ class Plan:
         return min((count for count in self.tuned_at if count >= workers), default=max(self.tuned_at))
 
     def momenta_of(self, method: Method) -> tuple[float, ...]:
-        """Return among which momenta is searched."""
         return method.momenta if self.momenta else method.momenta[:1]
 
 

@@ -12,7 +12,6 @@ class Progress:
     """Shown on stderr; expects the work that is left to take as much longer than expected as what was done."""
 
     def __init__(self) -> None:
-        """Know of no work yet."""
         self._console = Console(stderr=True, highlight=False)
         self._bar = Bar(BarColumn(24), TextColumn("{task.description}"), console=self._console)
         self._shown = self._bar.add_task("starting", total=None)
@@ -21,11 +20,9 @@ class Progress:
         self._expected = self._took = 0.0  # of what was done here, not read from the ledger
 
     def plan(self, expected_seconds: float) -> None:
-        """Expect more work."""
         self._total += expected_seconds
 
     def begin(self, what: str) -> None:
-        """Say what begins."""
         elapsed = time.monotonic() - self._started
         words = f"{what} ({_minutes(elapsed)} so far, {_minutes(self._left())} left)"
         if self._console.is_terminal:
@@ -45,7 +42,6 @@ class Progress:
         return max(0.0, self._total - self._over) * slowness
 
     def __enter__(self) -> "Progress":
-        """Show the bar."""
         if self._console.is_terminal:
             self._bar.start()
         return self
@@ -53,7 +49,6 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Clear it."""
         if self._console.is_terminal:
             self._bar.stop()
 

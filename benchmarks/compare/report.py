@@ -49,7 +49,6 @@ def figures(campaign: Campaign, effects: Sequence[Effect]) -> dict[str, Any]:
 
 
 def all_tables(campaign: Campaign, effects: Sequence[Effect]) -> list[Table]:
-    """Return what there is to read."""
     gathered = entries(campaign.runs)
     return [
         *tables.quality(gathered),
@@ -82,7 +81,6 @@ def notes(campaign: Campaign) -> list[str]:
 
 
 def markdown(facts: dict[str, Any], found: Sequence[Table], said: Sequence[str]) -> str:
-    """Return the tables and notes."""
     lines = []
     for table in found:
         lines += [f"**{table.title}**", "", _line(table.columns)]

@@ -17,8 +17,6 @@ Trial = Callable[[float, float], float | None]
 
 
 class Choice(NamedTuple):
-    """What a method is run with."""
-
     rate: float
     momentum: float
 

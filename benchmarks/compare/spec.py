@@ -51,7 +51,6 @@ class Spec:
 
     @property
     def learning_rate(self) -> float:
-        """The rate that the optimizer is given."""
         return self.rate * (1 - self.momentum) * METHODS[self.method].rate_scale
 
 
@@ -84,13 +83,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run that was done."""
-
     spec: Spec
     outcome: Outcome
 
     def plain(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
         return {"spec": asdict(self.spec), "outcome": asdict(self.outcome)}
 
     @classmethod

@@ -19,7 +19,6 @@ class Quality(NamedTuple):
     accuracy: float
 
     def of(self, metric: str) -> float:
-        """Return the one that counts."""
         return self.accuracy if metric == "accuracy" else self.loss
 
 

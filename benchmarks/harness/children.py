@@ -32,7 +32,6 @@ class Child:
     """
 
     def __init__(self, name: str, work: Callable[..., None], *arguments: Any) -> None:
-        """Start it."""
         self.name = name
         self._connection, theirs = _CONTEXT.Pipe()
         self._process = _CONTEXT.Process(target=_run, args=(theirs, work, arguments), name=name, daemon=True)
@@ -41,12 +40,10 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The process id."""
         assert self._process.pid is not None
         return self._process.pid
 
     def tell(self, what: Any = None) -> None:
-        """Send something."""
         try:
             self._connection.send(what)
         except OSError as error:
@@ -65,7 +62,6 @@ class Child:
         return heard
 
     def __enter__(self) -> "Child":
-        """Return it, running."""
         return self
 
     def __exit__(

@@ -81,13 +81,11 @@ class Generators:
             self._line(process)
 
     def __enter__(self) -> "Generators":
-        """Return them, ready."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End what still runs."""
         self._stack.close()
 
     def _start(

@@ -28,7 +28,6 @@ def write_frames(path: Path, frames: Sequence[bytes]) -> None:
 
 
 def read_frames(path: Path) -> list[bytes]:
-    """Read them back."""
     data, at, frames = memoryview(path.read_bytes()), 0, []
     while at < len(data):
         end = at + _LENGTH_BYTES + int.from_bytes(data[at : at + _LENGTH_BYTES], "little")
@@ -38,8 +37,6 @@ def read_frames(path: Path) -> list[bytes]:
 
 
 class Worker(Protocol):
-    """What pushes and pulls."""
-
     received: int
     """Bytes of all replies."""
 
@@ -89,7 +86,6 @@ async def _line() -> None:
 
 
 def main() -> int:
-    """Generate load."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.harness.load_generator")
     parser.add_argument("address")
     parser.add_argument("frames", type=Path, nargs="+", help="files of write_frames; workers take them in turn")

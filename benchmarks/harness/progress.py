@@ -20,13 +20,11 @@ class Progress:
         self._started = time.perf_counter()
 
     def section(self, title: str) -> None:
-        """Begin a section."""
         self._number += 1
         self._title = f"[{self._number}/{self._sections}] {title}"
         self._show(self._title)
 
     def say(self, what: str) -> None:
-        """Say what the section is at."""
         self._show(f"{self._title}: {what}")
 
     def _show(self, text: str) -> None:
@@ -37,7 +35,6 @@ class Progress:
             self._console.print(f"{elapsed:6.1f} s  {text}", markup=False, soft_wrap=True)
 
     def __enter__(self) -> "Progress":
-        """Start the live line."""
         if self._live is not None:
             self._live.start()
         return self
@@ -45,6 +42,5 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Clear it."""
         if self._live is not None:
             self._live.stop()

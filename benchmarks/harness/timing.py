@@ -21,11 +21,9 @@ class Stat:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Stat":
-        """Summarise."""
         return cls(statistics.median(values), min(values), max(values), len(values))
 
     def plain(self) -> dict[str, float | int]:
-        """Return it for JSON."""
         return {"median": self.median, "min": self.low, "max": self.high, "n": self.count}
 
     def milliseconds(self) -> str:
@@ -95,7 +93,6 @@ class Stopwatch:
     """Times parts of a case."""
 
     def __init__(self) -> None:
-        """Start with no part."""
         self.parts: dict[str, float] = {}
 
     @contextmanager

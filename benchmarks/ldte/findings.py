@@ -64,7 +64,6 @@ class Finding:
         return self.laplace / self.normal
 
     def plain(self) -> dict[str, Any]:
-        """Return it for JSON."""
         return asdict(self)
 
     @classmethod

@@ -45,7 +45,6 @@ class Job:
         return sorted({1, round(self.steps**0.5), self.steps})
 
     def plain(self) -> dict[str, Any]:
-        """Return it for JSON."""
         return asdict(self) | {"data": self.data and str(self.data), "densities": list(self.densities)}
 
 
@@ -66,7 +65,6 @@ class Result:
     timings: list[Timing] = field(default_factory=list)
 
     def plain(self) -> dict[str, Any]:
-        """Return it for JSON."""
         return {
             "job": self.job.plain(),
             "losses": self.losses,
@@ -75,7 +73,6 @@ class Result:
         }
 
     def of(self, kind: str, step: int) -> list[Finding]:
-        """Return the findings of one kind at one step."""
         return [finding for finding in self.findings if finding.kind == kind and finding.step == step]
 
 

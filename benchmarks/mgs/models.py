@@ -56,7 +56,6 @@ class _Builder:
         return channels
 
     def model(self, name: str) -> PaperModel:
-        """Return the model."""
         return PaperModel(name, ModelLayout(tuple(self.specs)), self.work)
 
 

@@ -13,7 +13,6 @@ class QuietGate:
     """Lets through when a fixed piece of work takes next to its shortest time so far, several times in a row."""
 
     def __init__(self) -> None:
-        """Find out how long it takes."""
         self._source = np.ones(1 << 20, dtype=np.float32)
         self._shortest = min(self._piece() for _ in range(50))
         self._waits = self._given_up = 0

@@ -24,7 +24,6 @@ class MessageCounter:
     """Counts the gRPC messages that begin in the DATA frames of one stream."""
 
     def __init__(self) -> None:
-        """Begin between two messages."""
         self._head = b""
         self._left = 0
 
@@ -55,7 +54,6 @@ class SlowLink:
     """
 
     def __init__(self, port: int, startup: float, rate: float) -> None:
-        """Begin with an idle link."""
         self._port, self._startup, self._rate = port, startup, rate
         self._free = 0.0
 

@@ -37,7 +37,6 @@ class Curve:
 
     @property
     def name(self) -> str:
-        """For a legend."""
         if self.down == "dense":
             return f"ASGD, dense {self.value_type}"
         reply = {"exact": "exact down", "topk": "top-k down"}[self.down]
@@ -67,7 +66,6 @@ class Measured:
     byte: float = 0.0
 
     def costs(self, curve: Curve) -> Costs:
-        """Return what the model takes."""
         if curve.down == "dense":
             worker, push, density = self.dense, self.server.dense, 1.0
             size, replies = worker.push_size, [self._reply(self.server.whole, worker)]
@@ -101,7 +99,6 @@ class Measured:
 
     @property
     def value_types(self) -> list[str]:
-        """What was measured."""
         return list(self.sparse)
 
     def _reply(self, work: ReplyWork, worker: WorkerCosts) -> ReplyCosts:

@@ -13,12 +13,10 @@ class Event:
     __slots__ = ("_waiting", "happened")
 
     def __init__(self) -> None:
-        """Not yet."""
         self.happened = False
         self._waiting: list[Callable[[], None]] = []
 
     def fire(self) -> None:
-        """Happen."""
         self.happened = True
         waiting, self._waiting = self._waiting, []
         for resume in waiting:
@@ -37,10 +35,7 @@ Process = Generator[Event, None, None]
 
 
 class Simulator:
-    """The clock."""
-
     def __init__(self) -> None:
-        """Begin at 0."""
         self.now = 0.0
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
@@ -56,7 +51,6 @@ class Simulator:
         return event
 
     def start(self, process: Process) -> Event:
-        """Run a process; return its end."""
         end = Event()
 
         def advance() -> None:
@@ -86,7 +80,6 @@ class Link:
     """
 
     def __init__(self, simulator: Simulator, bytes_per_second: float, most: float = float("inf")) -> None:
-        """Carry nothing yet."""
         self._ended = 0.0  # bytes of transfers that are through
         self._simulator, self._rate, self._most = simulator, bytes_per_second, most
         self._served = 0.0  # bytes that a transfer would have got that was there from the beginning
@@ -152,7 +145,6 @@ class Cores:
     """Identical cores and one queue, first come first served."""
 
     def __init__(self, simulator: Simulator, count: int) -> None:
-        """All idle."""
         self._simulator, self._idle = simulator, count
         self._queue: deque[tuple[float, Event]] = deque()
 

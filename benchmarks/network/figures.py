@@ -12,7 +12,6 @@ _KIND = {True: "CPU and bytes", False: "bytes alone"}
 
 
 def rate_name(rate: float) -> str:
-    """Write a rate."""
     return f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
 
 
@@ -86,7 +85,6 @@ def hiding_table(measured: Measured, curves: Sequence[Curve], workers: Sequence[
 
 
 def costs_table(measured: Measured, curves: Sequence[Curve]) -> Table:
-    """What the model is fed."""
     rows = []
     for curve in curves:
         if curve.overlap:

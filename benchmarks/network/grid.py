@@ -36,7 +36,6 @@ class Spot:
 
 
 def curves(*, quick: bool) -> list[Curve]:
-    """Return what is drawn."""
     sparse = (("fp16", "exact"), ("fp16", "topk"), ("int8", "topk"), ("int4", "topk"))
     if quick:
         sparse = (sparse[0], sparse[1], sparse[3])

@@ -41,7 +41,6 @@ class Lab:
     """
 
     def __init__(self, hosts: int, bits_per_second: float) -> None:
-        """Build it; raises :class:`LabError`."""
         reason = unavailable()
         if reason:
             raise LabError(reason)
@@ -64,7 +63,6 @@ class Lab:
 
     @staticmethod
     def address(host: int) -> str:
-        """Return a host's address."""
         return f"10.77.0.{host + 1}"
 
     def calibrate(self, source: int, target: int, seconds: float) -> float:
@@ -88,13 +86,11 @@ class Lab:
         return 8 * received / taken
 
     def __enter__(self) -> "Lab":
-        """Return it, built."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take it down."""
         self._stack.close()
 
     def _space(self, of: str) -> str:

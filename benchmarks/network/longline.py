@@ -43,7 +43,6 @@ class LongLine:
     def __init__(
         self, bits_per_second: float, delay_seconds: float, loss: float, queue_seconds: float = 0.5, seed: int = 1
     ) -> None:
-        """Build nothing yet."""
         self._rate, self._delay, self._loss = bits_per_second / 8, delay_seconds, loss
         self._queue_seconds, self._seed = queue_seconds, seed
         self._spaces = {host: f"sparseps-{os.getpid()}-{host}" for host in ("server", "workers")}
@@ -82,7 +81,6 @@ class LongLine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take both away."""
         self._stop.set()
         for thread in self._threads:
             thread.join(_SECONDS)

@@ -26,8 +26,6 @@ _GLOO = "gloo, isend/irecv a tensor"
 
 
 class Result(NamedTuple):
-    """One run of one peer."""
-
     steps_per_second: float
     up: float
     down: float

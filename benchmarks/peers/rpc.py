@@ -44,7 +44,6 @@ def server(connection: Connection, job: Job, rendezvous: str) -> None:
 
 
 def worker(connection: Connection, job: Job, rendezvous: str, number: int) -> None:
-    """Train."""
     _join(rendezvous, f"worker-{number}", rank=1 + number)
     model = model_of(job)
     parameters = list(model.parameters())

@@ -12,7 +12,6 @@ _STYLE = Path(__file__).with_name("style.css")
 
 
 def page(facts: dict[str, Any], sections: Sequence[Section]) -> str:
-    """Write the page."""
     return "\n".join(_page(facts, sections)) + "\n"
 
 

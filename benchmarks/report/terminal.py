@@ -24,7 +24,6 @@ def show(facts: dict[str, Any], sections: Sequence[Section], console: Console) -
 
 
 def rich_table(table: Table) -> RichTable:
-    """Return a table as rich draws it."""
     drawn = RichTable(title=table.title, title_justify="left", box=box.SIMPLE)
     for i, column in enumerate(table.columns):
         drawn.add_column(column, justify="right" if i else "left", no_wrap=bool(i))

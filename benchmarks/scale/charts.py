@@ -32,7 +32,6 @@ class Chart:
     log_y: bool = True
 
     def plot(self) -> Plot:
-        """Draw it for a page."""
         return plots.lines(self.title, self.caption, self.axes, self.curves, log_x=True, log_y=self.log_y)
 
     def save(self, directory: Path) -> Path:
@@ -79,12 +78,10 @@ def staleness(found: Found) -> float:
 
 
 def gigabits_out(found: Found) -> float:
-    """Return what a server sends."""
     return found.server_bits[1] / 1e9
 
 
 def gigabits_in(found: Found) -> float:
-    """Return what a server receives."""
     return found.server_bits[0] / 1e9
 
 

@@ -69,7 +69,6 @@ class Row:
         }
 
     def plain(self) -> dict[str, Any]:
-        """Return it for JSON."""
         found = self.simulated
         return {
             "case": self.case.name,

@@ -102,7 +102,6 @@ class Costs:
         return entries * (VALUE_BYTES + self.index_bits(density) / 8)
 
     def plain(self) -> dict[str, Any]:
-        """Return it for JSON."""
         return asdict(self)
 
     def free(self) -> "Costs":

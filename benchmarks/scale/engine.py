@@ -61,7 +61,6 @@ class Work:
     serial: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def add(self, name: str, units: float, seconds: Sequence[float]) -> None:
-        """Note a median."""
         self.points.setdefault(name, []).append((units, median(seconds)))
 
 

@@ -19,7 +19,6 @@ class Line:
     each: float = 0.0
 
     def __call__(self, units: float) -> float:
-        """Return the seconds for so many units."""
         return self.fixed + self.each * units
 
     def times(self, factor: float) -> "Line":

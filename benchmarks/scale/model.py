@@ -110,7 +110,6 @@ class Pool:
     """Places that are taken and given back, first come first served; one who asks for too much gets all of it."""
 
     def __init__(self, simulator: Simulator, places: float) -> None:
-        """All free."""
         self._simulator, self._places, self._free = simulator, places, places
         self._queue: deque[tuple[float, Event]] = deque()
         self._since = self._busy = 0.0
@@ -123,7 +122,6 @@ class Pool:
         return event
 
     def give(self, places: float = 1.0) -> None:
-        """Give them back."""
         self._note()
         self._free += min(places, self._places)
         self._serve()
@@ -165,8 +163,6 @@ class _Place:
 
 
 class _Shard:
-    """One server."""
-
     def __init__(self, simulator: Simulator, cluster: Cluster, costs: Costs, cpu: Link, draw: random.Random) -> None:
         self.simulator, self.cluster, self.costs, self.cpu = simulator, cluster, costs, cpu
         cap = cluster.worker_rate / cluster.shards
@@ -285,7 +281,6 @@ class _Fleet:
         self.record = _Record()
 
     def train(self, worker: int) -> Process:
-        """One worker, for ever."""
         wait, compute = self.simulator.wait, self.cluster.compute
         yield wait(self._draw.uniform(0, compute))
         exchange: Event | None = None

@@ -61,7 +61,6 @@ class Seen:
     steps: float
 
     def plain(self) -> dict[str, float]:
-        """Return it for JSON."""
         return asdict(self)
 
 
@@ -137,11 +136,9 @@ class Stage:
         return [psutil.Process(process.pid).memory_info().rss for process in self._server.processes]
 
     def __enter__(self) -> "Stage":
-        """Return it, ready."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop the servers."""
         self._stack.close()
 
     def _client(self, names: Sequence[str], think: float, pushes: int) -> "subprocess.Popen[str]":

@@ -39,8 +39,6 @@ class Reply:
 
 
 class Place(Protocol):
-    """What is remembered of a worker."""
-
     in_topk: bool
     calm: int
 
@@ -57,7 +55,6 @@ class Replies:
     """
 
     def __init__(self, costs: Costs, elements: float, density: float, down_mode: str, *, random: bool = True) -> None:
-        """Nothing is known yet."""
         self._novelty = 1.0 if random else costs.novelty(density)
         self._costs, self._elements, self._density, self._mode = costs, elements, density, down_mode
         self._known: dict[tuple[int, bool], Reply] = {}

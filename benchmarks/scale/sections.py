@@ -136,7 +136,6 @@ def sweep(sweeper: Sweeper, grid: Grid) -> tuple[Section, list[Chart]]:
 
 
 def saturate(sweeper: Sweeper, grid: Grid) -> Section:
-    """Say what saturates where."""
     section = Section("saturation", "What saturates first, and how many shards move it")
     for density in grid.densities:
         rows = []

@@ -69,8 +69,6 @@ QUICK = Grid(
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One point of a sweep."""
-
     cluster: Cluster
     outcome: Outcome
     alone: float
@@ -107,7 +105,6 @@ class Found:
         return rate * self.outcome.sent, rate * self.outcome.received
 
     def plain(self) -> dict[str, Any]:
-        """Return it for JSON."""
         return {
             "cluster": asdict(self.cluster),
             "outcome": asdict(self.outcome),
@@ -128,7 +125,6 @@ class Sweeper:
     """
 
     def __init__(self, costs: Costs, seed: int, say: Callable[[str], None]) -> None:
-        """Nothing is simulated yet."""
         self.costs, self._seed, self._say = costs, seed, say
         self._known: dict[tuple[Cluster, bool], Outcome] = {}
 

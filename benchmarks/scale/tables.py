@@ -104,7 +104,6 @@ def summary(rows: Sequence[Row]) -> Table:
 
 
 def points(title: str, found: Sequence[tuple[str, Found]], server_bytes: float) -> Table:
-    """Show points of a sweep."""
     heads = (
         "",
         "workers",

@@ -28,8 +28,6 @@ _SHARED_WORKERS = 8
 
 
 class Point(NamedTuple):
-    """What is varied."""
-
     size: int
     density: float
     workers: int

@@ -33,7 +33,6 @@ class Setting(NamedTuple):
     workers: int
 
     def alone(self) -> "Setting":
-        """The same with one worker."""
         return self._replace(workers=1)
 
 

@@ -23,7 +23,6 @@ class ServersModel:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, place: Place) -> None:
-        """Copy the model."""
         self._trained, self._optimizer = model, optimizer
         self._server: str | None = getattr(optimizer, "server", None)
         self._copy = copy.deepcopy(model).to(place.device)

@@ -15,7 +15,6 @@ class Block(nn.Module):
     """
 
     def __init__(self, heads: int, width: int) -> None:
-        """Draw the weights."""
         super().__init__()
         self.heads = heads
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
@@ -43,7 +42,6 @@ class GPT(nn.Module):
     """
 
     def __init__(self, layers: int, heads: int, width: int, context: int) -> None:
-        """Draw the weights."""
         super().__init__()
         if width % heads:
             raise ValueError(f"width {width} is not a multiple of {heads} heads")

@@ -45,7 +45,6 @@ class FolderImages:
     """
 
     def __init__(self, folder: Path) -> None:
-        """List the files."""
         self._folder = folder
         self.classes: Sequence[str] = class_folders(folder)
         self._names: list[str] = []
@@ -59,11 +58,9 @@ class FolderImages:
         self._labels = np.array(labels, np.int32)
 
     def __len__(self) -> int:
-        """Return the number of images."""
         return len(self._names)
 
     def name(self, index: int) -> str:
-        """Say where an image is."""
         return str(self._folder / self.classes[self._labels[index]] / self._names[index])
 
     def read(self, index: int) -> tuple[bytes, int]:
@@ -93,11 +90,9 @@ class RecordImages:
         self._ends = np.cumsum([len(records) for records in self._records])
 
     def __len__(self) -> int:
-        """Return the number of images."""
         return int(self._ends[-1])
 
     def name(self, index: int) -> str:
-        """Say where an image is."""
         path, offset, _ = self._find(index)
         return f"{path}, the record at byte {offset}"
 

@@ -261,7 +261,6 @@ def _ignore_signals() -> None:
 
 
 def _work(train: Train, options: argparse.Namespace, place: Place) -> None:
-    """Be a worker process."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if place.device.type == "cpu":  # the workers share the cores

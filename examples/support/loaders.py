@@ -145,10 +145,8 @@ class Endless(Sampler[int]):
     """Draws samples at random for ever, for measurements."""
 
     def __init__(self, count: int) -> None:
-        """Take the number of samples."""
         self._count = count
 
     def __iter__(self) -> Iterator[int]:
-        """Draw."""
         while True:
             yield from torch.randperm(self._count).tolist()

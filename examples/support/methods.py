@@ -192,7 +192,6 @@ class _Still:
         """Do nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -31,7 +31,6 @@ class Reporter:
     """
 
     def __init__(self, place: Place, optimizer: torch.optim.Optimizer, total: int) -> None:
-        """Open the files."""
         self._place, self._optimizer, self._total = place, optimizer, max(1, total)
         self._console = Console()
         self._stack = ExitStack()
@@ -42,7 +41,6 @@ class Reporter:
         self._writer: Any = None
 
     def __enter__(self) -> "Reporter":
-        """Begin to show."""
         if not self._place.is_first:
             return self
         self._place.out.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,6 @@ class EqualShares(Sampler[int]):
     """
 
     def __init__(self, data: Sized, place: Place, seed: int, start: int) -> None:
-        """Draw nothing yet."""
         self._size, self._place, self._seed, self._epoch = len(data), place, seed, start
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -34,7 +33,6 @@ class EqualShares(Sampler[int]):
             self._epoch += 1
 
     def __iter__(self) -> Iterator[int]:
-        """Draw this epoch's share."""
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
         order = torch.randperm(self._size, generator=generator)
         share = self._size // self._place.workers

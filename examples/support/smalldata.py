@@ -17,7 +17,6 @@ TEST_IMAGES = 297
 
 
 def main() -> None:
-    """Write all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--imagenet-per-class", type=int, default=24, metavar="N", help="images (default: %(default)s)")

@@ -25,17 +25,14 @@ class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """
 
     def __init__(self, text: torch.Tensor, context: int) -> None:
-        """Look at the text; nothing is copied."""
         self._text, self._context = text, context
         if len(self) < 1:
             raise MissingDataError(f"the text has {len(text)} bytes; one window has {context + 1}: give more text")
 
     def __len__(self) -> int:
-        """Return the number of windows."""
         return (len(self._text) - 1) // self._context
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return two tensors (context,) of int64."""
         start = index * self._context
         window = self._text[start : start + self._context + 1].long()
         return window[:-1], window[1:]

@@ -99,8 +99,11 @@ class LogReplayer:
         memory = {n.removeprefix(MEMORY_PREFIX): t for n, t in tensors.items() if n.startswith(MEMORY_PREFIX)}
         try:
             self.model.restore(RuleState(manifest.memory, memory))
+            self.pushes = OrderedDict(PUSHES.validate_python(manifest.pushes))
+            self.workers = {each.identity.worker_id: each for each in WORKERS.validate_python(manifest.workers)}
+            self.datasets = from_plain(manifest.datasets)
         except (KeyError, ValueError, TypeError, RuntimeError) as error:
-            raise StorageError(f"{path}: the update rule's state cannot be read: {error}") from error
+            raise StorageError(f"{path}: the state that the manifest describes cannot be read: {error}") from error
         names = [f"{BUFFER_PREFIX}{spec.name}" for spec in self.layout.buffers]
         self.buffers: BufferAverage | None = None
         if names and tensors.keys() >= {*names}:
@@ -108,10 +111,7 @@ class LogReplayer:
             self.buffers.weight = manifest.buffer_weight
         self.run_id, self.samples = manifest.run_id, manifest.samples
         self.run_state = RunState(manifest.run_state)
-        self.pushes = OrderedDict(PUSHES.validate_python(manifest.pushes))
         self.last_pushes = OrderedDict(manifest.last_pushes)
-        self.workers = {each.identity.worker_id: each for each in WORKERS.validate_python(manifest.workers)}
-        self.datasets = from_plain(manifest.datasets)
         self.replayed = 0
 
     def replay(self, to_version: int | None = None) -> Iterator[int]:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.operator import OperateError, call
+from psservice.operator.client import OperateError, call
 from tools.container_test import image, manifests
 from tools.container_test.machine import FAILED, TestFailedError, say, settle_in, wait_until
 from tools.container_test.manifests import PlayedPod
@@ -42,7 +42,6 @@ class Pods:
         say(f"{len(self._plan.servers)} shards serve, and their health checks say so")
 
     def start_workers(self) -> None:
-        """Start every worker."""
         for pod in self._plan.workers:
             self._play(pod, image.QUICKSTART)
         say(f"{len(self._plan.workers)} workers are started")

@@ -52,7 +52,6 @@ class Caller:
         trouble: Callable[[str], None],
         patience: float = _PATIENCE_SECONDS,
     ) -> None:
-        """Dial lazily."""
         self.lines = [Line(address) for address in addresses]
         self._patience = patience
         self._size, self._rng, self._trouble = size, rng, trouble
@@ -79,7 +78,6 @@ class Caller:
             time.sleep(self._rng.uniform(*_AGAIN_SECONDS))  # between attempts, as any client waits
 
     def join(self, shard: int, worker: str, incarnation: str, run: str = "") -> pb.JoinResponse:
-        """Get a lease."""
         request = join_request(worker, incarnation, run, self._size, shard, len(self.lines))
         return self.insist(shard, lambda line, timeout: line.stub.Join(request, timeout=timeout))
 
@@ -101,7 +99,6 @@ class Caller:
         self.insist(shard, lambda line, timeout: line.stub.Leave(request, timeout=timeout))
 
     def close(self) -> None:
-        """Hang up."""
         for line in self.lines:
             line.close()
 

@@ -34,7 +34,6 @@ class Line:
     """A channel to one shard, replaceable."""
 
     def __init__(self, address: str) -> None:
-        """Dial lazily."""
         self.address = address
         self._channel = grpc.insecure_channel(address, _OPTIONS)
         self.stub = ParameterServerServiceStub(self._channel)
@@ -46,7 +45,6 @@ class Line:
         self.stub = ParameterServerServiceStub(self._channel)
 
     def close(self) -> None:
-        """Hang up."""
         self._channel.close()
 
 
@@ -82,7 +80,6 @@ class Push:
 
     @property
     def identity(self) -> pb.WorkerIdentity:
-        """Who pushes."""
         return pb.WorkerIdentity(run_id=self.run, worker_id=self.worker, incarnation=self.incarnation)
 
     def messages(self) -> list[pb.PushSparseRequest]:

@@ -40,7 +40,6 @@ class StartFailedError(Exception):
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
-        """Say why."""
         super().__init__(message)
         self.status = status
 
@@ -81,7 +80,6 @@ class Servers:
 
     @property
     def addresses(self) -> list[str]:
-        """Where the shards listen."""
         return [f"127.0.0.1:{port}" for port in self.ports]
 
     def folder(self, shard: int) -> Path:
@@ -206,7 +204,6 @@ class Servers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End what still runs."""
         self.close()
 
     def close(self) -> None:

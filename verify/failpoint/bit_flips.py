@@ -62,7 +62,6 @@ class Flips:
     """
 
     def __init__(self, plan: Plan, directory: Path, say: Callable[[str], None], most: int = 0) -> None:
-        """Prepare."""
         self.plan, self.directory, self.say, self._most = plan, directory, say, most
         self.result = Result(plan.name)
         self._rng = random.Random(f"{plan.seed} {plan.name}")
@@ -70,7 +69,6 @@ class Flips:
         self._initial = np.random.default_rng(plan.seed).normal(size=plan.size).astype(np.float32)
 
     def run(self) -> Result:
-        """Do it all."""
         started = time.monotonic()
         self.directory.mkdir(parents=True)
         servers = Servers(1, self.directory / "data", self.directory, fsync=self.plan.fsync, **_SETTINGS)

@@ -41,7 +41,6 @@ class Flip:
     bit: int
 
     def do(self, folder: Path) -> None:
-        """Flip it."""
         with (folder / self.file).open("r+b") as file:
             file.seek(self.byte)
             (old,) = file.read(1)

@@ -22,7 +22,6 @@ class NoDescriptors:
     expected_errors: tuple[str, ...] = "Too many open files", "File descriptor limit reached"
 
     def __init__(self, rounds: int) -> None:
-        """Prepare."""
         self._rounds = rounds
 
     def strike(self, campaign: Campaign) -> None:

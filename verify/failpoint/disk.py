@@ -29,7 +29,6 @@ class Disk:
         self.mounted = shutil.which("mount") is not None and _mounts_of_our_own() and not _mount(path)
 
     def fill(self) -> None:
-        """Leave nothing."""
         with (self.path / "ballast").open("ab", buffering=0) as file:
             size = _PIECE
             while size:
@@ -44,13 +43,11 @@ class Disk:
         (self.path / "ballast").unlink()
 
     def __enter__(self) -> "Disk":
-        """Return it, empty."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take it down."""
         if self.mounted:
             subprocess.run(["umount", str(self.path)], check=True)
 

@@ -33,7 +33,6 @@ class FullDisk:
     expected_errors: tuple[str, ...] = "No space left on device", "File too large"
 
     def __init__(self, disk: Disk, rounds: int) -> None:
-        """Begin with an empty one."""
         self._disk, self._rounds = disk, rounds
 
     @property

@@ -12,7 +12,6 @@ class Network:
     """A proxy before every shard; a context manager."""
 
     def __init__(self, ports: list[int], seed: int) -> None:
-        """Start it."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "verify.failpoint.proxy", f"--seed={seed}", "--ports", *map(str, ports)],
             stdin=subprocess.PIPE,
@@ -31,7 +30,6 @@ class Network:
         self._process.stdin.flush()
 
     def __enter__(self) -> "Network":
-        """Return it, calm."""
         return self
 
     def __exit__(

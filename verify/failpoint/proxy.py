@@ -52,7 +52,6 @@ class Fate:
 
 
 def draw(rng: random.Random) -> Fate:
-    """Draw a fate."""
     kind = rng.choices([name for name, _ in _FATES], [weight for _, weight in _FATES])[0]
     fate = Fate(kind, reset=rng.random() < 0.5)
     if kind == "delayed":
@@ -72,7 +71,6 @@ class Proxy:
     """Listens for each shard and passes on."""
 
     def __init__(self, seed: int) -> None:
-        """Begin calm."""
         self._rng = random.Random(seed)
         self._rough = False
         self._open: set[Connection] = set()
@@ -120,10 +118,7 @@ Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Connection:
-    """One connection on its way through."""
-
     def __init__(self, fate: Fate, ours: Ends, theirs: Ends) -> None:
-        """Take both ends."""
         self.fate, self._ours, self._theirs = fate, ours, theirs
 
     async def run(self) -> None:

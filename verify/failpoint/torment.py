@@ -44,7 +44,6 @@ class Torment:
     def __init__(
         self, crew: Victims, network: Network, servers: Servers, *, seed: int, period: float, lease: float
     ) -> None:
-        """Prepare."""
         self._crew, self._network, self._servers = crew, network, servers
         self._rng, self._period, self._lease = random.Random(seed), period, lease
         self._end = threading.Event()
@@ -53,7 +52,6 @@ class Torment:
         self.counts: Counter[str] = Counter()
 
     def __enter__(self) -> "Torment":
-        """Begin."""
         self._network.tell("rough")
         self._thread.start()
         return self

@@ -32,11 +32,9 @@ class Book:
         os.write(self._descriptor, b"".join(entries))
 
     def sent(self, push: Push) -> None:
-        """Note what is about to be sent."""
         os.write(self._descriptor, _sent(push))
 
     def answered(self, push: Push, version: int, staleness: int, *, repeated: bool) -> None:
-        """Note an answer."""
         self._write(
             {"kind": "answered", **_name(push), "version": version, "staleness": staleness, "repeated": repeated}
         )
@@ -55,7 +53,6 @@ class Book:
         self._write({"kind": "trouble", "why": why})
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._descriptor)
 
     def _write(self, entry: dict[str, Any]) -> None:

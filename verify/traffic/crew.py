@@ -36,7 +36,6 @@ class Crew:
     def __init__(
         self, addresses: list[str], directory: Path, count: int, *, seed: int, size: int, pause: float
     ) -> None:
-        """Prepare; :meth:`start` begins."""
         self._addresses, self._directory, self._seed, self._size, self._pause = addresses, directory, seed, size, pause
         self._members: list[_Member] = []
         self._lock = threading.Lock()
@@ -51,7 +50,6 @@ class Crew:
         ]
 
     def __len__(self) -> int:
-        """Count the workers."""
         return self._count
 
     def books(self) -> list[Path]:
@@ -78,7 +76,6 @@ class Crew:
         self._signal(number, signal.SIGSTOP)
 
     def resume(self, number: int) -> None:
-        """Let it go on."""
         self._signal(number, signal.SIGCONT)
 
     def leave(self, seconds: float) -> None:

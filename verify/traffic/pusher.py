@@ -65,7 +65,6 @@ class Pusher:
 
     @property
     def identity(self) -> pb.WorkerIdentity:
-        """This life."""
         return pb.WorkerIdentity(run_id=self._run, worker_id=self._name, incarnation=self._incarnation)
 
     def step(self, stop: threading.Event) -> None:
@@ -175,7 +174,6 @@ def inherited(directory: Path, name: str, life: int) -> list[Push]:
 
 
 def book_path(directory: Path, name: str, life: int) -> Path:
-    """Return the file of a life's book."""
     return directory / f"{name}-{life}.book"
 
 

@@ -15,12 +15,9 @@ class TrainerFailedError(Exception):
 
 
 class Trainer:
-    """One life of a trainer."""
-
     def __init__(
         self, name: str, server: str, log: Any, *, seed: int, hidden: int, pause: float, overlap: bool
     ) -> None:
-        """Start it."""
         self.name, self.overlap = name, overlap
         self.steps = 0
         self.agreed: dict[str, Any] = {}
@@ -46,7 +43,6 @@ class Trainer:
         self._thread.start()
 
     def ask(self, word: str) -> None:
-        """Say a word."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(word + "\n")
@@ -111,7 +107,6 @@ class Team:
             self.living.append(self.begin(overlap=bool(number % 2)))
 
     def begin(self, *, overlap: bool) -> Trainer:
-        """Start a life."""
         self._started += 1
         return Trainer(
             f"trainer-{self._started}",
@@ -124,7 +119,6 @@ class Team:
         )
 
     def __len__(self) -> int:
-        """Count the living."""
         return len(self.living)
 
     def kill(self, number: int) -> None:
@@ -140,7 +134,6 @@ class Team:
         self._signal(number, signal.SIGSTOP)
 
     def resume(self, number: int) -> None:
-        """Let it go on."""
         self._signal(number, signal.SIGCONT)
 
     def close(self) -> None:

@@ -53,12 +53,10 @@ class _Words:
             self._came.notify_all()
 
     def heard(self) -> bool:
-        """Whether there is one."""
         with self._came:
             return bool(self._words)
 
     def next(self) -> str:
-        """Wait for one."""
         with self._came:
             self._came.wait_for(lambda: self._words)
             return self._words.pop(0)

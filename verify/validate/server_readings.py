@@ -14,7 +14,6 @@ _SECONDS = 5.0
 
 
 def status(address: str) -> pb.GetStatusResponse:
-    """Ask a shard where it is."""
     with closing(Line(address)) as line:
         return line.stub.GetStatus(pb.GetStatusRequest(), timeout=_CALL_SECONDS)
 

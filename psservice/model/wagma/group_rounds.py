@@ -140,26 +140,15 @@ class GroupRounds:
 
     def export(self) -> dict[str, Any]:
         """Return everything but times, as JSON can hold it."""
-        rounds = [
-            {
-                "iteration": each.iteration,
-                "members": sorted(each.members),
-                "fresh": sorted(each.fresh),
-                "is_global": self._settings.is_global(each.iteration),
-            }
-            for each in self._open
-        ]
+        rounds = [(each.iteration, sorted(each.members), sorted(each.fresh)) for each in self._open]
         return {"reached": self.reached, "newest": self.newest, "rounds": rounds}
 
     def restore(self, plain: Mapping[str, Any]) -> None:
         """Restore what :meth:`export` returned; windows of grace begin anew."""
-        self.reached = {str(worker): int(iteration) for worker, iteration in plain["reached"].items()}
-        self.newest = int(plain["newest"])
+        self.reached, self.newest = dict(plain["reached"]), plain["newest"]
         now = self._clock()
         self._began = dict.fromkeys(self.reached, now)
-        for found in plain["rounds"]:
-            members, fresh = {*map(str, found["members"])}, {*map(str, found["fresh"])}
-            self._open.append(OpenRound(int(found["iteration"]), members, fresh, now))
+        self._open += [OpenRound(t, {*members}, {*fresh}, now) for t, members, fresh in plain["rounds"]]
 
     def _frozen(self, freezing: OpenRound) -> Frozen:
         t, tau = freezing.iteration, self._settings.tau

@@ -15,7 +15,7 @@ from psclient.errors import ServerUnreachableError
 from psclient.rpc.local_server import LocalServer
 from psclient.settings import ClientSettings
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.operator import call
+from psservice.operator.client import call
 from tests.system.tools import (
     QUICK,
     assert_same_parameters,
@@ -313,7 +313,7 @@ def test_sigterm_in_a_step_with_a_dead_server_ends_within_the_grace_period():
 
 FORKING = """
 import gc, os, sys, psclient
-from psservice.operator import call
+from psservice.operator.client import call
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.system.tools import QUICK, make_data, make_model, train_step
 model = make_model(batch_norm=False)

@@ -12,7 +12,7 @@ import torch
 import psclient
 from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.operator import call
+from psservice.operator.client import call
 from tests.system.tools import QUICK, go_on, make_data, make_model, stop, train_step, wait_until
 from tests.system.training.test_overlap import linear, overlapping
 

@@ -9,7 +9,7 @@ import pytest
 import psclient
 from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.operator import call
+from psservice.operator.client import call
 
 INTERRUPTS = 250
 

@@ -17,7 +17,7 @@ from psclient.rpc.local_server import LocalServer
 from psclient.settings import ClientSettings
 from pscore.wire.errors import ErrorCode
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.operator import call
+from psservice.operator.client import call
 from tests.system.connecting.test_raw_client import RawWorker
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step, wait_until
 

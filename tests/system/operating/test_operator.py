@@ -25,7 +25,7 @@ from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psservice.cli import main as cli
-from psservice.operator import call
+from psservice.operator.client import call
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step, wait_until
 
 NOWHERE = "127.0.0.1:9"

@@ -20,7 +20,7 @@ from psclient.errors import RefusedError
 from psclient.rpc.local_server import spawn
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cli import main as cli
-from psservice.operator import call
+from psservice.operator.client import call
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step, wait_until
 
 SHARDS = 3
