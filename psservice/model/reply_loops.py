@@ -119,8 +119,11 @@ def cut(offsets, values, k, histogram):
 
 
 @compiled
-def sample(x, y, values):
-    """Fill in ``values`` with differences from all parts of ``x − y``, which has as many elements or more."""
+def sample(x, y, first, values):
+    """Fill in ``values`` with differences from all parts of ``x − y``, which has as many elements or more.
+
+    ``first`` is the offset of ``x[0]``.
+    """
     if values.size == x.size:
         for i in range(x.size):
             values[i] = x[i] - y[i]
@@ -128,6 +131,7 @@ def sample(x, y, values):
     lines = values.size // LINE
     for line in range(lines):
         begin = line * (x.size - LINE) // lines
+        begin -= min(begin, (first + begin) % LINE)
         for i in range(LINE):
             values[line * LINE + i] = x[begin + i] - y[begin + i]
 
@@ -218,7 +222,7 @@ def select(a, b, among, is_among, starts, ends, ks, rooms, samples, bounds, offs
             found = everything or threshold == 0 or taken >= _FEW * k
         part = sampled[: samples[t]]
         if not found and not everything:
-            sample(x, y, part)
+            sample(x, y, first, part)
         rank = float(k)
         if part.size < x.size:
             rank *= part.size / x.size

@@ -156,7 +156,7 @@ class DifferenceSelection:
     settings: TopKSettings
     _table: Table | None = None
     _seen: tuple[ChangeLog, int] | None = None
-    _rounded: torch.Tensor | None = None
+    _sent: tuple[Taken, torch.Tensor] | None = None
 
     def select(self, model: ModelShard, image: torch.Tensor) -> tuple[int, Taken]:
         """Select from ``theta − image``; return a version that is in the selection, and later changes perhaps too.
@@ -175,14 +175,13 @@ class DifferenceSelection:
 
     def sent(self, taken: Taken, arrived: torch.Tensor) -> None:
         """Note the values with which the selected entries have been sent: what is left of them is searched again."""
-        assert self._table is not None
-        self._rounded = None if arrived is taken.values else self._table.rounded(taken, arrived)
+        self._sent = taken, arrived
 
     def nbytes(self, model: ModelShard) -> int:
         """Return the most bytes that a selection occupies, as a rule, with its result."""
         table = self._table_of(model)
         if self._is_compiled(model.theta):
-            return 12 * table.room + 8 * table.entries
+            return 12 * table.room
         return 4 * model.span.length + 24 * table.entries
 
     def _table_of(self, model: ModelShard) -> Table:
@@ -200,7 +199,9 @@ class DifferenceSelection:
         most = most_changed(changes, size)
         if changes is None or most is None or most > _WORTH_IT * size:
             return None
-        return union([*changes, self._rounded] if self._rounded is not None else changes, size)
+        if self._sent is not None:
+            changes.append(self._table_of(model).rounded(*self._sent))
+        return union(changes, size)
 
     def _by_tensor(self, difference: torch.Tensor, table: Table) -> Taken:
         """Select in one tensor after the other; on a device, launch all of them before the first is waited for."""
