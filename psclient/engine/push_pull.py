@@ -224,7 +224,10 @@ def _as_decoded(part: SparseSlice, encoded: Sequence[frames.Encoded]) -> tuple[S
     decoded = [piece.decoded for piece in encoded]
     values = (decoded[0] if len(decoded) == 1 else torch.cat(decoded)).to(part.values.device)
     arriving, error = SparseSlice(part.span, part.offsets, values), part.values - values
-    if part.offsets is None:
-        return arriving, SparseSlice(part.span, None, error) if bool(error.any()) else None
+    lossy = int(torch.count_nonzero(error))
+    if (
+        part.offsets is None or 2 * lossy > error.numel()
+    ):  # to find most of the entries costs more than zeros among them
+        return arriving, SparseSlice(part.span, part.offsets, error) if lossy else None
     where = error.nonzero().view(-1)
-    return arriving, SparseSlice(part.span, part.offsets[where], error[where]) if where.numel() else None
+    return arriving, SparseSlice(part.span, part.offsets[where], error[where]) if lossy else None

@@ -10,7 +10,7 @@ from isal.isal_zlib import crc32
 
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
-from pscore.wire.codecs.format import MAX_ENTRIES, ValueFormat, Values
+from pscore.wire.codecs.format import MAX_ENTRIES, ValueFormat
 from pscore.wire.codecs.index import INDEX_FORMATS, choose, decode_offsets
 from pscore.wire.codecs.values import CODEC_OF_DTYPE, VALUE_FORMATS, decode_values, host_values
 from pscore.wire.errors import ErrorCode, Rejected
@@ -84,14 +84,23 @@ def encode(segment: SparseSlice, form: WireForm = WireForm(), *, chunk_bytes: in
     Raises:
         Rejected: ``NON_FINITE``, by a lossy codec with bounds; the receiver would refuse the others' bytes.
     """
-    value = form.value if form.value is not None else CODEC_OF_DTYPE[segment.values.dtype]
     values = host_values(segment.values)
+    for chunk, first in chunks_without_values(segment, form, chunk_bytes, group):
+        chunk.values, decoded = VALUE_FORMATS[chunk.value_codec].encode(values[first : first + chunk.count])
+        yield Encoded(chunk, torch.from_numpy(decoded))
+
+
+def chunks_without_values(
+    segment: SparseSlice, form: WireForm, chunk_bytes: int, group: int = 0
+) -> Iterator[tuple[pb.Chunk, int]]:
+    """Cut a segment as :func:`encode` does; yield each chunk without value bytes, and the place of its first entry."""
+    value = form.value if form.value is not None else CODEC_OF_DTYPE[segment.values.dtype]
     start = segment.span.start
     if segment.offsets is None:
         step = _entries_within(chunk_bytes, VALUE_FORMATS[value], 0)
         for first in range(0, segment.entries, step):
-            piece = values[first : first + step]
-            yield _chunk(group, Span(start + first, start + first + piece.size), value, piece)
+            count = min(step, segment.entries - first)
+            yield _chunk(group, Span(start + first, start + first + count), value, count), first
         return
     offsets = segment.offsets.cpu().numpy()
     step = _entries_within(chunk_bytes, VALUE_FORMATS[value], _RAW_INDEX_BYTES)
@@ -110,7 +119,7 @@ def encode(segment: SparseSlice, form: WireForm = WireForm(), *, chunk_bytes: in
             if positions.size == 1 or len(indices) + VALUE_FORMATS[value].size(positions.size) <= chunk_bytes:
                 break
             positions = positions[: positions.size // 2]  # a codec that suits these offsets badly
-        yield _chunk(group, span, value, values[first : first + positions.size], index, indices)
+        yield _chunk(group, span, value, positions.size, index, indices), first
         first += positions.size
 
 
@@ -124,20 +133,17 @@ def _entries_within(chunk_bytes: int, value_format: ValueFormat, index_bytes: in
 
 
 def _chunk(
-    group: int, span: Span, value: int, values: Values, index: int = pb.INDEX_CODEC_DENSE, indices: bytes = b""
-) -> Encoded:
-    data, decoded = VALUE_FORMATS[value].encode(values)
-    chunk = pb.Chunk(
+    group: int, span: Span, value: int, count: int, index: int = pb.INDEX_CODEC_DENSE, indices: bytes = b""
+) -> pb.Chunk:
+    return pb.Chunk(
         group=group,
         start=span.start,
         length=span.length,
-        count=values.size,
+        count=count,
         index_codec=cast("pb.IndexCodec.ValueType", index),
         value_codec=cast("pb.ValueCodec.ValueType", value),
         indices=indices,
-        values=data,
     )
-    return Encoded(chunk, torch.from_numpy(decoded))
 
 
 def decode(

@@ -8,24 +8,29 @@ import numpy as np
 
 from pscore.jit import compiled
 
-ROOM = 4
-"""A tensor's room while it is selected from, as a multiple of its ``k``: a surplus up to there needs no other pass."""
+WORD = 64
+"""Elements whose comparisons are the bits of one word."""
 
-_RUN = 8  # elements whose comparisons are joined before one branch is taken: a vector
-_FEW = 0.75  # share of k below which what has changed is not enough, and the whole tensor is looked at
+LINE = 16
+"""Elements that are sampled together: a cache line."""
+
 _TOLERANCE = 0.1  # share of k by which a selection may miss it
-_AIM = 1.6  # of k, where a threshold is raised within a reply: a surplus is cheaper than another pass
-_FALL = 0.85  # where it is lowered, and what it may fall by from reply to reply
-_HIGHEST = 0.98  # of the threshold that had been best, for the next reply
-_RISE = 1.05  # of the lowest best one, from reply to reply: their number of pushes may vary
-_MOST_PASSES = 8
-_RANKED_REPLIES = 16
+_FEW = 0.75  # share of k below which what has changed is not enough, and the whole tensor is looked at
 _DIGIT = 11  # bits
 
-_DE_BRUIJN = 0x03F79D71B4CB0A89
-_PLACES = np.empty(64, np.int64)
-"""The number of the only 1 bit of a word, by the top 6 bits of the word times the de Bruijn sequence."""
-_PLACES[[(_DE_BRUIJN << place & 0xFFFFFFFFFFFFFFFF) >> 58 for place in range(64)]] = range(64)
+_MAGNITUDE = np.int32(0x7FFFFFFF)
+_0, _1, _2, _4, _6, _56 = (np.uint64(number) for number in (0, 1, 2, 4, 6, 56))
+_PAIRS, _FOURS, _EIGHTS = (np.uint64(mask) for mask in (0x5555555555555555, 0x3333333333333333, 0x0F0F0F0F0F0F0F0F))
+_ONES = np.uint64(0x0101010101010101)
+
+
+@compiled
+def lowest(word):
+    """Return the place of the lowest 1 bit of a uint64; the compiler makes one instruction of this."""
+    bits = ~word & (word - _1)
+    bits -= (bits >> _1) & _PAIRS
+    bits = (bits & _FOURS) + ((bits >> _2) & _FOURS)
+    return np.int64((((bits + (bits >> _4)) & _EIGHTS) * _ONES) >> _56)
 
 
 @compiled
@@ -45,14 +50,13 @@ def gather(words, x, offsets, values):
     count = 0
     for number in range(words.size):
         word = words[number]
-        while word and count < offsets.size:
-            lowest = word & (~word + np.uint64(1))
-            offset = (number << 6) + _PLACES[(lowest * np.uint64(_DE_BRUIJN)) >> np.uint64(58)]
+        while word != _0 and count < offsets.size:
+            offset = (number << 6) + lowest(word)
             offsets[count] = offset
             if x is not None:
                 values[count] = x[offset]
             count += 1
-            word ^= lowest
+            word &= word - _1
 
 
 @compiled
@@ -80,129 +84,189 @@ def add_at(x, offsets, values):
 
 
 @compiled
-def select(a, b, among, is_among, starts, ends, ks, thresholds, bests, floors, ranked, bounds, offsets, values):
+def largest(bits, rank, histogram):
+    """Return the ``rank``-th largest magnitude of fp32 values, all as their bits, and its rank among equal ones."""
+    prefix, shift = 0, 31
+    for width in (_DIGIT, _DIGIT, 31 - 2 * _DIGIT):
+        shift -= width
+        histogram[:] = 0
+        for i in range(bits.size):
+            magnitude = bits[i] & _MAGNITUDE
+            if magnitude >> (shift + width) == prefix:
+                histogram[(magnitude >> shift) & ((1 << width) - 1)] += 1
+        digit = (1 << width) - 1
+        while histogram[digit] < rank:
+            rank -= histogram[digit]
+            digit -= 1
+        prefix = prefix << width | digit
+    return prefix, rank
+
+
+@compiled
+def cut(offsets, values, k, histogram):
+    """Move the ``k`` entries of the largest magnitudes to the front, in order; return the least of these magnitudes."""
+    bits = values.view(np.int32)
+    least, equal = largest(bits, k, histogram)
+    magnitude, kept = np.float32(0), 0
+    for i in range(bits.size):
+        if bits[i] & _MAGNITUDE == least:
+            magnitude = abs(values[i])
+            equal -= 1
+        if bits[i] & _MAGNITUDE > least or (bits[i] & _MAGNITUDE == least and equal >= 0):
+            offsets[kept], values[kept] = offsets[i], values[i]
+            kept += 1
+    return magnitude
+
+
+@compiled
+def sample(x, y, first, values):
+    """Fill in ``values`` with differences from all parts of ``x − y``, which has as many elements or more.
+
+    ``first`` is the offset of ``x[0]``.
+    """
+    if values.size == x.size:
+        for i in range(x.size):
+            values[i] = x[i] - y[i]
+        return
+    lines = values.size // LINE
+    for line in range(lines):
+        begin = line * (x.size - LINE) // lines
+        begin -= min(begin, (first + begin) % LINE)
+        for i in range(LINE):
+            values[line * LINE + i] = x[begin + i] - y[begin + i]
+
+
+@compiled
+def take(x, y, threshold, first, offsets, values, count):
+    """Append what exceeds the threshold of ``x − y``, whose offsets begin at ``first``."""
+    for i in range(x.size):
+        difference = x[i] - y[i]
+        if abs(difference) > threshold:
+            offsets[count], values[count] = first + i, difference
+            count += 1
+    return count
+
+
+@compiled
+def take_of_word(x, y, threshold, first, offsets, values, count):
+    """Do the same with 64 elements."""
+    word = _0
+    for i in range(WORD):  # a fixed number of turns, without a branch: this loop is vectorised
+        word |= np.uint64(abs(x[i] - y[i]) > threshold) << np.uint64(i)
+    while word != _0:
+        i = lowest(word)
+        offsets[count], values[count] = first + i, x[i] - y[i]
+        count += 1
+        word &= word - _1
+    return count
+
+
+@compiled
+def scan(x, y, threshold, k, most, first, offsets, values, histogram):
+    """Copy what exceeds the threshold of ``x − y``, which rises where there are more than ``most`` entries.
+
+    Return the number and the threshold. ``first`` is the offset of ``x[0]``.
+    """
+    head = min(-first % LINE, x.size)  # words that begin with a cache line are read faster
+    count = take(x[:head], y[:head], threshold, first, offsets, values, 0)
+    words = (x.size - head) // WORD
+    for number in range(words):
+        if count > most:
+            threshold, count = cut(offsets[:count], values[:count], k, histogram), k
+        begin = head + number * WORD
+        part, other = x[begin : begin + WORD], y[begin : begin + WORD]
+        count = take_of_word(part, other, threshold, first + begin, offsets, values, count)
+    if count > most:
+        threshold, count = cut(offsets[:count], values[:count], k, histogram), k
+    begin = head + words * WORD
+    return take(x[begin:], y[begin:], threshold, first + begin, offsets, values, count), threshold
+
+
+@compiled
+def select(a, b, among, is_among, starts, ends, ks, rooms, samples, bounds, offsets, values):
     """Copy about the ``ks[t]`` largest entries of ``a − b`` of each tensor ``t``; return how many.
 
     Tensor ``t`` is ``[starts[t], ends[t])``; tensors ascend. One with ``k`` of its size gives all that is not zero. The
-    others give what exceeds their threshold, and a surplus is cut down to ``k``: each element is read once. Where too
-    few exceed the threshold, or more than ``ROOM·k``, the threshold is corrected and that tensor read again. Where the
-    passes do not suffice (equal magnitudes on both sides of ``k``), all are copied and cut, in this reply and the next
-    ones, which ``ranked`` counts down.
+    others give what exceeds a threshold, which a sample of ``samples[t]`` elements tells, and a surplus is cut down to
+    ``k``: each element is read once. The threshold rises where the surplus fills ``rooms[t]`` entries. Where too few
+    exceed the threshold, that tensor is read again with a lower one.
 
     Where ``is_among``, ``among`` (int64, ascending) has the offsets of all entries that may exceed the bound of their
     tensor. Those are looked at alone, and the whole tensor only where too few exceed it.
 
     ``a`` may change meanwhile: an entry's value is the one that was compared, and nothing is written without room.
 
-    ``thresholds``, ``bests`` and ``floors`` (fp32, 0 at first) become those of the next reply, ``bounds`` the
-    magnitudes above which nothing stays behind. ``offsets`` and ``values`` have room for ``1.1·k`` entries of each
-    tensor, and behind them for the largest tensor.
+    ``bounds`` (fp32) become the magnitudes above which nothing stays behind. ``offsets`` and ``values`` have room for
+    ``1.1·k`` entries of each tensor, and behind them for the largest of ``rooms``. A room is the tensor's size, or at
+    least ``k`` and two words more; a sample's size is the tensor's, or a multiple of 16.
     """
-    place, candidate, histogram = 0, 0, np.empty(1 << _DIGIT, np.int64)
+    place, candidate = 0, 0
+    histogram, sampled = np.empty(1 << _DIGIT, np.int64), np.empty(samples.max(), np.float32)
+    bits = np.empty(1, np.int32)
     for t in range(starts.size):
         first, k = starts[t], ks[t]
         x, y = a[first : ends[t]], b[first : ends[t]]
-        everything = k >= x.size
-        out, out_values = offsets[place : place + x.size], values[place : place + x.size]
-        threshold, low, high = np.float32(0) if everything else thresholds[t], np.float32(0), np.float32(np.inf)
-        passes, count, taken, excess, found = _MOST_PASSES if ranked[t] else 0, 0, 0, 0.0, False
+        most = rooms[t] - WORD if rooms[t] < x.size else x.size
+        out, out_values = offsets[place : place + rooms[t]], values[place : place + rooms[t]]
+        everything, found, taken, threshold = k >= x.size, False, 0, bounds[t]
         if is_among:
-            bound = bounds[t]
             while candidate < among.size and among[candidate] < ends[t]:
                 i = among[candidate]
-                v = a[i] - b[i]
-                if abs(v) > bound:
-                    out[taken], out_values[taken] = i, v
+                difference = a[i] - b[i]
+                if taken > most:
+                    threshold, taken = cut(out[:taken], out_values[:taken], k, histogram), k
+                if abs(difference) > threshold:
+                    out[taken], out_values[taken] = i, difference
                     taken += 1
-                    excess += abs(v) - bound
                 candidate += 1
-            count, found = taken, everything or bound == 0 or taken >= _FEW * k
-            threshold = bound if found else threshold
+            found = everything or threshold == 0 or taken >= _FEW * k
+        part = sampled[: samples[t]]
+        if not found and not everything:
+            sample(x, y, first, part)
+        rank = float(k)
+        if part.size < x.size:
+            rank *= part.size / x.size
+            rank += math.sqrt(rank) + 2
         while not found:
-            room = min(x.size, ROOM * k)
-            if passes == _MOST_PASSES:
-                threshold, room = np.float32(0), x.size
-            passes += 1
-            count, taken, excess = 0, 0, 0.0
-            runs = x.size // _RUN
-            for number in range(runs + 1):
-                begin = number * _RUN
-                end, hit = begin + _RUN, np.int32(0)
-                if number < runs:
-                    for i in range(_RUN):  # a fixed number of turns: this is the loop that is vectorised
-                        hit |= np.int32(abs(x[begin + i] - y[begin + i]) > threshold)
-                else:
-                    end, hit = x.size, np.int32(1)
-                if not hit:
-                    continue
-                for i in range(begin, end):
-                    v = x[i] - y[i]
-                    magnitude = abs(v)
-                    if magnitude > threshold:
-                        if taken < room:
-                            out[taken], out_values[taken] = first + i, v
-                            taken += 1
-                        count += 1
-                        excess += magnitude - threshold
-            few = count < (1 - _TOLERANCE) * k and threshold > 0
-            if everything or passes > _MOST_PASSES or not (few or count > room):
-                break
-            # What stayed behind last time lies densely below the threshold: a little lower, there are many more.
-            if few:
-                high, following = threshold, threshold * np.float32(_FALL ** (passes * passes))
-            else:
-                low, following = threshold, np.float32(threshold + excess / count * math.log(count / (_AIM * k)))
-            if not low < following < high:
-                following = (low + high) / np.float32(2)
-            if not low < following < high:
-                passes = _MOST_PASSES
-            threshold = following
-        best = threshold
+            threshold = np.float32(0)
+            if not everything and rank <= part.size:
+                bits[0], _ = largest(part.view(np.int32), int(rank), histogram)
+                bits[0] = max(bits[0] - 1, 0)
+                threshold = bits.view(np.float32)[0]
+            taken, threshold = scan(x, y, threshold, k, most, first, out, out_values, histogram)
+            found = everything or threshold == 0 or taken >= (1 - _TOLERANCE) * k
+            rank *= 4
         if not everything and taken > (1 + _TOLERANCE) * k:
-            bits, rank, prefix, shift = out_values[:taken].view(np.int32), k, 0, 31
-            for width in (_DIGIT, _DIGIT, 31 - 2 * _DIGIT):  # the k-th largest magnitude, digit by digit
-                shift -= width
-                histogram[:] = 0
-                for i in range(taken):
-                    magnitude_bits = bits[i] & 0x7FFFFFFF
-                    if magnitude_bits >> (shift + width) == prefix:
-                        histogram[(magnitude_bits >> shift) & ((1 << width) - 1)] += 1
-                digit = (1 << width) - 1
-                while histogram[digit] < rank:
-                    rank -= histogram[digit]
-                    digit -= 1
-                prefix = prefix << width | digit
-            kept = 0
-            for i in range(taken):
-                magnitude_bits = bits[i] & 0x7FFFFFFF
-                if magnitude_bits == prefix:
-                    best = abs(out_values[i])
-                    rank -= 1
-                if magnitude_bits > prefix or (magnitude_bits == prefix and rank >= 0):
-                    out[kept], out_values[kept] = out[i], out_values[i]
-                    kept += 1
-            taken, bounds[t] = kept, best
-        else:
-            bounds[t] = threshold
-            if count > 0:
-                best = max(threshold / np.float32(2), np.float32(threshold + excess / count * math.log(count / k)))
+            threshold, taken = cut(out[:taken], out_values[:taken], k, histogram), k
+        bounds[t] = threshold
         place += taken
-        if passes > _MOST_PASSES:
-            ranked[t] = ranked[t] - 1 if ranked[t] else _RANKED_REPLIES
-        fall = min(np.float32(_HIGHEST), max(np.float32(_FALL), best / bests[t] if bests[t] > 0 else np.float32(1)))
-        floors[t] = min(best, floors[t] * np.float32(_RISE)) if floors[t] > 0 else best
-        thresholds[t], bests[t] = fall * floors[t], best
     return place
+
+
+@compiled
+def rounded(offsets, values, arrived, ends, bounds, found):
+    """Copy the offsets of values that arrived so rounded that the rest may exceed a bound; return how many.
+
+    ``ends`` and ``bounds`` are as for :func:`select`. The half of a bound leaves room for the rounding of the sum.
+    """
+    t, count = 0, 0
+    for i in range(offsets.size):
+        while offsets[i] >= ends[t]:
+            t += 1
+        found[count] = offsets[i]
+        count += abs(values[i] - arrived[i]) > bounds[t] / np.float32(2)
+    return count
 
 
 def warm_up() -> None:
     """Run every loop once, so that no pull waits for the compiler: some seconds, once a machine."""
     words, x, values = np.ones(1, np.uint64), np.ones(64, np.float32), np.empty(128, np.float32)
-    offsets, state, one = np.zeros(128, np.int64), np.zeros((4, 1), np.float32), np.ones(1, np.int64)
+    offsets, one = np.zeros(128, np.int64), np.ones(1, np.int64)
     for dtype in (np.int32, np.int64):
         mark(words, np.zeros(1, dtype))
     gather(words, None, offsets[:1], None)
     gather(words, x, offsets[:1], values)
     merge(one, x[:1], one, x[:1], offsets, values)
     add_at(x, one, x[:1])
-    select(x, x, one, False, 0 * one, 64 * one, one, *state[:3], 0 * one, state[3], offsets, values)
+    select(x, x, one, False, 0 * one, 64 * one, one, 64 * one, 64 * one, x[:1], offsets, values)
+    rounded(one, x[:1], x[:1], 64 * one, x[:1], offsets)

@@ -26,8 +26,8 @@ from psservice.model.shared_reply import ReplyMessages
 from psservice.model.topk import DifferenceSelection, TopKSettings, add_at
 from psservice.policy.reply_mode import ReplyRule
 
-_PENDING_ENTRY_BYTES = 20
-"""Of a top-k reply that is kept until it is acknowledged: as it was written, and as it is added to the image."""
+_PENDING_ENTRY_BYTES = 24
+"""Of a top-k reply that is kept until it is acknowledged: as selected, as written, and as it is added to the image."""
 
 
 class ReplyMode(Enum):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
-from pscore.wire.dense import chunk_message, dense_chunks, field_bytes
+from pscore.wire.dense import bytes_of, chunk_message, field_bytes
 from pscore.wire.frames import WireForm
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
@@ -77,10 +77,11 @@ def _chunk_messages(
     if isinstance(segment, pb.Chunk):
         checksum.add(segment)
         yield chunk_message(segment)
-    elif segment.offsets is None and form.value is None:
-        for dense, values in dense_chunks(segment, chunk_bytes):
-            checksum.add(dense, values)
-            yield chunk_message(dense, values)
+    elif form.value is None:  # the values' own dtype: their bytes are copied into the message and nowhere else
+        for chunk, first in frames.chunks_without_values(segment, form, chunk_bytes):
+            values = bytes_of(segment.values[first : first + chunk.count])
+            checksum.add(chunk, values)
+            yield chunk_message(chunk, values)
     else:
         for chunk, _ in frames.encode(segment, form, chunk_bytes=chunk_bytes):
             checksum.add(chunk)

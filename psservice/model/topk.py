@@ -34,6 +34,13 @@ from psservice.model.parameters import ModelShard
 _WORTH_IT = 1 / 40
 """Changed entries over elements from which one search of everything is cheaper: it reads in order (measured)."""
 
+_ROOM = 4
+"""A tensor's room while it is selected from, as a multiple of ``k``: where a surplus fills it, the smallest go."""
+
+_HITS = 256  # of ``k``, that a sample should have: its threshold then misses ``k`` by some percent
+_LEAST_SHARE, _LARGEST_SHARE = 256, 16  # of a tensor's elements, that a sample has one in
+_SAMPLED_FROM = 4096  # elements; smaller tensors are their own sample
+
 
 class ImageBudget:
     """Bytes that images may occupy together, on the device of the parameters; 0 for no image. Thread-safe."""
@@ -86,12 +93,15 @@ class TopKSettings:
         return length if length < self.dense_below else entries_for(length, self.density)
 
 
-class _Table:
+class Table:
     """The tensors of a shard, one row each, and what a selection keeps of them; small neighbours share a row.
 
     Attributes:
         starts: int64, offsets within the shard; ``ends`` likewise.
         ks: int64, the entries that are sent; all of a row of small tensors.
+        bounds: fp32, the magnitudes above which the last compiled selection left nothing behind.
+        entries: those that are sent at most.
+        room: entries of memory that a compiled selection needs.
     """
 
     def __init__(self, model: ModelShard, settings: TopKSettings) -> None:
@@ -105,12 +115,14 @@ class _Table:
             rows.append((start, end, k))
         self.starts, self.ends, self.ks = np.array(rows, np.int64).reshape(-1, 3).T.copy()
         self.states: list[dict[str, Any]] = [{} for _ in rows]
-        self._ranked = np.zeros(len(rows), np.int64)
-        self._thresholds, self._bests, self._floors, self._bounds = np.zeros((4, len(rows)), np.float32)
+        self.bounds = np.zeros(len(rows), np.float32)
 
+        sizes = self.ends - self.starts
+        self._rooms = np.where(self.ks < sizes, np.minimum(sizes, _ROOM * (self.ks + reply_loops.WORD)), sizes)
+        sampled = np.maximum(sizes // _LEAST_SHARE, np.minimum(_HITS * sizes // self.ks, sizes // _LARGEST_SHARE))
+        self._samples = np.where(sizes > _SAMPLED_FROM, sampled // reply_loops.LINE * reply_loops.LINE, sizes)
         self.entries = int(((1 + TOLERANCE) * self.ks).sum()) + len(rows)  # sent at most
-        self.room = self.entries + int((self.ends - self.starts).max(initial=0))
-        self.surplus = reply_loops.ROOM * int(self.ks.max(initial=0))  # of the room, as much is touched as a rule
+        self.room = self.entries + int(self._rooms.max(initial=0))
 
     def select(self, theta: torch.Tensor, image: torch.Tensor, among: torch.Tensor | None) -> Taken:
         """Select by the compiled loop; ``among`` has offsets that cover every entry that may exceed its bound."""
@@ -118,9 +130,23 @@ class _Table:
         candidates = np.empty(0, np.int64) if among is None else among.long().numpy()
         count = reply_loops.select(
             theta.numpy(), image.numpy(), candidates, among is not None, self.starts, self.ends, self.ks,
-            self._thresholds, self._bests, self._floors, self._ranked, self._bounds, offsets, values,
+            self._rooms, self._samples, self.bounds, offsets, values,
         )  # fmt: skip
-        return Taken(torch.from_numpy(offsets[:count].copy()), torch.from_numpy(values[:count].copy()))
+        offsets.resize(count, refcheck=False)  # frees the rest, and copies nothing
+        values.resize(count, refcheck=False)
+        return Taken(torch.from_numpy(offsets), torch.from_numpy(values))
+
+    def rounded(self, taken: Taken, arrived: torch.Tensor) -> torch.Tensor:
+        """Return the offsets at which what is left of values that arrived rounded may exceed a tensor's bound."""
+        if taken.offsets.device.type == "cpu" and is_compiled(taken.offsets.numel()):
+            offsets = np.empty(taken.offsets.numel(), np.int64)
+            count = reply_loops.rounded(
+                taken.offsets.numpy(), taken.values.numpy(), arrived.numpy(), self.ends, self.bounds, offsets
+            )
+            return torch.from_numpy(offsets[:count].copy())
+        bounds = torch.from_numpy(self.bounds).to(arrived.device)
+        tensors = torch.bucketize(taken.offsets, torch.from_numpy(self.ends).to(arrived.device), right=True)
+        return taken.offsets[(taken.values - arrived).abs() > bounds[tensors] / 2]
 
 
 @dataclass(slots=True)
@@ -128,9 +154,9 @@ class DifferenceSelection:
     """The state of one worker's image from reply to reply."""
 
     settings: TopKSettings
-    _table: _Table | None = None
+    _table: Table | None = None
     _seen: tuple[ChangeLog, int] | None = None
-    _rounded: torch.Tensor | None = None
+    _sent: tuple[Taken, torch.Tensor] | None = None
 
     def select(self, model: ModelShard, image: torch.Tensor) -> tuple[int, Taken]:
         """Select from ``theta − image``; return a version that is in the selection, and later changes perhaps too.
@@ -148,19 +174,18 @@ class DifferenceSelection:
         return version, taken
 
     def sent(self, taken: Taken, arrived: torch.Tensor) -> None:
-        """Note the values with which the selected entries have been sent: rounded ones are searched again."""
-        where = (taken.values != arrived).nonzero().view(-1)
-        self._rounded = taken.offsets[where] if where.numel() else None
+        """Note the values with which the selected entries have been sent: what is left of them is searched again."""
+        self._sent = taken, arrived
 
     def nbytes(self, model: ModelShard) -> int:
         """Return the most bytes that a selection occupies, as a rule, with its result."""
         table = self._table_of(model)
         if self._is_compiled(model.theta):
-            return 12 * (table.surplus + 2 * table.entries)
+            return 12 * table.room
         return 4 * model.span.length + 24 * table.entries
 
-    def _table_of(self, model: ModelShard) -> _Table:
-        self._table = self._table or _Table(model, self.settings)
+    def _table_of(self, model: ModelShard) -> Table:
+        self._table = self._table or Table(model, self.settings)
         return self._table
 
     def _is_compiled(self, theta: torch.Tensor) -> bool:
@@ -174,9 +199,11 @@ class DifferenceSelection:
         most = most_changed(changes, size)
         if changes is None or most is None or most > _WORTH_IT * size:
             return None
-        return union([*changes, self._rounded] if self._rounded is not None else changes, size)
+        if self._sent is not None:
+            changes.append(self._table_of(model).rounded(*self._sent))
+        return union(changes, size)
 
-    def _by_tensor(self, difference: torch.Tensor, table: _Table) -> Taken:
+    def _by_tensor(self, difference: torch.Tensor, table: Table) -> Taken:
         """Select in one tensor after the other; on a device, launch all of them before the first is waited for."""
         device = device_selection(difference.device) if self.settings.selector is warm else None
         pending: list[Taken | PendingTaken] = []

@@ -24,7 +24,7 @@ BAD_PARAMETER, BAD_COUNT, BAD_QUOTIENT, BAD_SIZE, BAD_PADDING, BAD_ESCAPE = rang
 _LONGEST = ESCAPE + 1 + 32  # bits of an escaped entry
 _0, _1, _2, _4, _6, _8, _48, _56, _63 = (np.uint64(number) for number in (0, 1, 2, 4, 6, 8, 48, 56, 63))
 _PAIRS, _FOURS, _EIGHTS = (np.uint64(mask) for mask in (0x5555555555555555, 0x3333333333333333, 0x0F0F0F0F0F0F0F0F))
-_ONES = np.uint64(0x0101010101010101)
+_ONES, _ESCAPE = np.uint64(0x0101010101010101), np.uint64(ESCAPE)
 
 
 @compiled
@@ -107,23 +107,8 @@ def write_rice(offsets, base):
                 best, parameter = cost, candidate
 
         parameters[block] = parameter
-        shift, mask = np.uint64(parameter), (_1 << np.uint64(parameter)) - _1
-        for i in range(size):
-            gap = np.uint64(gaps[i])
-            quotient = np.int64(gap >> shift)
-            if quotient >= ESCAPE:
-                quotient = np.int64(ESCAPE)
-                escapes[escaped] = gaps[i]
-                escaped += 1
-            else:
-                remainder |= (gap & mask) << np.uint64(width)
-                width += parameter
-                if width >= 64:
-                    low[low_words] = remainder
-                    low_words += 1
-                    width -= 64
-                    remainder = (gap & mask) >> np.uint64(parameter - width)
-            place += quotient
+        for i in range(size):  # in loops of their own: quotients, then low bits, then escapes
+            place += np.int64(min(gaps[i] >> np.uint32(parameter), np.uint32(ESCAPE)))
             if place >= 64:
                 quotients[words] = unary
                 words += 1
@@ -131,6 +116,33 @@ def write_rice(offsets, base):
                 unary = _0
             unary |= _1 << np.uint64(place)
             place += 1
+        shift, mask, written = np.uint64(parameter), (_1 << np.uint64(parameter)) - _1, 0
+        if largest >> parameter < ESCAPE and parameter <= 16:
+            written = size // 4 * 4
+            for i in range(0, written, 4):
+                four = (np.uint64(gaps[i]) & mask) | (np.uint64(gaps[i + 1]) & mask) << shift
+                next_two = (np.uint64(gaps[i + 2]) & mask) | (np.uint64(gaps[i + 3]) & mask) << shift
+                four |= next_two << (shift + shift)
+                remainder |= four << np.uint64(width)
+                width += 4 * parameter
+                if width >= 64:
+                    low[low_words] = remainder
+                    low_words += 1
+                    width -= 64
+                    remainder = (four >> _1) >> np.uint64(4 * parameter - width - 1)
+        for i in range(written, size):
+            gap = np.uint64(gaps[i])
+            if gap >> shift < _ESCAPE:
+                remainder |= (gap & mask) << np.uint64(width)
+                width += parameter
+                if width >= 64:
+                    low[low_words] = remainder
+                    low_words += 1
+                    width -= 64
+                    remainder = (gap & mask) >> np.uint64(parameter - width)
+            else:
+                escapes[escaped] = gaps[i]
+                escaped += 1
     quotients[words], low[low_words] = unary, remainder
 
     unary_size, low_size = -(-(64 * words + place) // 8), -(-(64 * low_words + width) // 8)

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from pscore.model.layout import ModelLayout, Span, TensorSpec
 from pscore.select import SELECTORS
+from pscore.select.kernels.base import Taken
 from psservice.model import reply_loops
 from psservice.model.changelog import ChangeLog
-from psservice.model.topk import DifferenceSelection, TopKSettings, add_at
+from psservice.model.reply_loops import LINE, WORD
+from psservice.model.topk import DifferenceSelection, Table, TopKSettings, add_at
 
 many = settings(deadline=None, max_examples=100)
 
@@ -111,35 +113,57 @@ def test_among_what_changed_the_largest_are_found(sizes, history, selector, is_c
 numbers = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1.5, 2.0, 2.0**-140, 2.0**127, math.inf]) | st.floats(-9, 9, width=32)
 
 
-@given(
-    st.lists(st.tuples(st.lists(numbers, max_size=60), st.integers(1, 20), numbers), min_size=1, max_size=4),
-    st.sampled_from([0, 1, 5]),
+tensors = st.tuples(
+    st.lists(numbers, min_size=1, max_size=30), st.integers(0, 2000), st.integers(1, 60), st.booleans(), st.booleans()
 )
+
+
+@given(st.lists(tensors, min_size=1, max_size=4), st.integers(0, 2**16))
 @many
-def test_the_compiled_selection_takes_about_the_largest_of_each_tensor(tensors, ranked):
-    """From any threshold, with ties, zeros and numbers out of all proportion."""
-    ends = np.cumsum([len(x) for x, _, _ in tensors])
-    starts = ends - [len(x) for x, _, _ in tensors]
-    x = np.array([number for values, _, _ in tensors for number in values], np.float32)
-    ks = np.array([k for _, k, _ in tensors])
-    state = np.abs(np.array([[first] * 3 for _, _, first in tensors], np.float32)).T.copy()
-    bounds, room = np.zeros(len(tensors), np.float32), int((1.1 * ks + 1).sum()) + x.size
+def test_the_compiled_selection_takes_about_the_largest_of_each_tensor(tensors, seed):
+    """With ties, zeros and numbers out of all proportion, whatever is sampled, and with more than there is room for."""
+    generator = np.random.default_rng(seed)
+    sizes, ks = np.array([size for _, size, *_ in tensors]), np.array([k for _, _, k, *_ in tensors])
+    ends = np.cumsum(sizes)
+    starts = ends - sizes
+    x = np.concatenate([generator.choice(np.float32(pool), size) for pool, size, *_ in tensors])
+    is_tight, is_whole = np.array([[tight, whole] for *_, tight, whole in tensors]).T
+    rooms = np.where(is_tight & (ks < sizes), np.minimum(sizes, ks + 2 * WORD), sizes)
+    samples = np.where(is_whole, sizes, sizes // 32 * LINE)
+    bounds, room = np.zeros(len(tensors), np.float32), int((1.1 * ks + 1).sum() + rooms.max())
     offsets, values = np.full(room, -1), np.full(room, np.nan, np.float32)
-    nothing, counters = np.empty(0, np.int64), np.full(len(tensors), ranked)
-    table = (starts, ends, ks, *state, counters, bounds)
+    nothing = np.empty(0, np.int64)
+    table = (starts, ends, ks, rooms, samples, bounds)
     count = reply_loops.select(x, np.zeros_like(x), nothing, False, *table, offsets, values)
     offsets = offsets[:count]
     assert np.array_equal(values[:count], x[offsets])
     assert (np.diff(offsets) > 0).all()
-    assert not np.isnan(state[0]).any()
-    for t, (part, k, _) in enumerate(tensors):
-        mine = offsets[(offsets >= starts[t]) & (offsets < ends[t])]
-        left = np.delete(np.abs(np.array(part, np.float32)), mine - starts[t])
-        present = np.count_nonzero(part)
+    for t, k in enumerate(ks):
+        part, mine = x[starts[t] : ends[t]], offsets[(offsets >= starts[t]) & (offsets < ends[t])]
+        left, present = np.delete(np.abs(part), mine - starts[t]), np.count_nonzero(part)
         assert (x[mine] != 0).all()
         assert len(mine) == present if k >= len(part) else 0.9 * min(k, present) <= len(mine) <= max(1.1 * k, k)
         assert not len(mine) or left.max(initial=0) <= np.abs(x[mine]).min()
         assert left.max(initial=0) <= bounds[t] or k >= len(part)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.sampled_from([0, 0.01, 0.5]), st.integers(0, 2**16))
+@many
+def test_values_that_arrived_far_from_themselves_are_searched_again(is_compiled, sizes, bound, seed):
+    """Nothing that is left of a value and not noted exceeds the bound of its tensor, and exact values are not noted."""
+    generator = torch.Generator().manual_seed(seed)
+    table = Table(shard(None, layout_of(sizes), Span(0, sum(sizes))), TopKSettings(0.1, 0, SELECTORS["warm"]))
+    table.bounds[:] = bound * np.arange(table.bounds.size)
+    offsets = (torch.rand(sum(sizes), generator=generator) < 0.6).nonzero().view(-1)
+    values = torch.randn(offsets.numel(), generator=generator)
+    arrived = torch.where(torch.rand(values.shape, generator=generator) < 0.3, values, values.bfloat16().float())
+    with compiled(is_compiled):
+        noted = table.rounded(Taken(offsets, values), arrived).tolist()
+    for offset, left in zip(offsets.tolist(), (values - arrived).abs().tolist(), strict=True):
+        bound = table.bounds[np.searchsorted(table.ends, offset, "right")]
+        assert offset in noted or left <= bound
+        assert offset not in noted or left > 0
 
 
 def test_parameters_may_change_under_a_selection():
