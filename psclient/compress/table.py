@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from psclient.compress.buffer import WholeBuffer
 from psclient.compress.choice import Choice
+from psclient.compress.gradients import Gradients
 from psclient.compress.memories import Memories
 from psclient.compress.method import Recurrence
 from psclient.report import StepReport
@@ -34,7 +35,7 @@ class Rule(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What a group of tensors sends: one sparse slice of its span, or dense runs; and entries by position."""
+    """What a group of tensors sends: a sparse slice of its span, or dense runs; and entries by position."""
 
     slices: list[SparseSlice]
     entries: dict[int, int]
@@ -44,16 +45,19 @@ class Sent(NamedTuple):
 class Table:
     """Some tensors on the host, by position, ascending; built once, and filled anew in each step.
 
-    ``numbers`` are the tensors' param groups, ``span`` is the one that slices have.
+    ``numbers`` are the tensors' param groups, ``places`` theirs among the gradients of a step; ``span`` is the one that
+    slices have.
     """
 
-    def __init__(self, layout: ModelLayout, positions: Sequence[int], numbers: Integers, span: Span) -> None:
-        self._positions, self._numbers, self._span = list(positions), numbers, span
+    def __init__(
+        self, layout: ModelLayout, positions: Integers, numbers: Integers, places: Integers, span: Span
+    ) -> None:
+        self._positions: tuple[int, ...] = tuple(positions.tolist())
+        self._numbers, self._places, self._span = numbers, places, span
         edges = np.array(layout.offsets)
-        where = np.array(positions)
-        self._sizes = edges[where + 1] - edges[where]
-        self._rows: NDArray[Any] = np.zeros(len(positions), segments.ROW)
-        self._rows["start"] = edges[where]
+        self._sizes = edges[positions + 1] - edges[positions]
+        self._rows: NDArray[Any] = np.zeros(positions.size, segments.ROW)
+        self._rows["start"] = edges[positions]
         self._pieces = segments.Pieces(self._sizes)
         self._filled_with: tuple[Mapping[int, Rule], Mapping[int, float]] | None = None
 
@@ -61,7 +65,7 @@ class Table:
         self,
         rules: Mapping[int, Rule],
         densities: Mapping[int, float],
-        gradients: Mapping[int, torch.Tensor],
+        gradients: Gradients,
         parameters: Sequence[torch.Tensor],
         clip: float,
         memories: Memories,
@@ -103,7 +107,7 @@ class Table:
         rows["searched"] = self._counted & (self._k < sizes)
         rows["whole"] = self._all_whole
         rows["threshold"] = np.where(whole, -1, 0)  # one of several that is sent whole has its zeros, too
-        self._searched = np.flatnonzero(rows["searched"]).tolist()
+        self._searched, self._searched_positions = np.flatnonzero(rows["searched"]).tolist(), self._at(rows["searched"])
         self._pieces.make_room(np.where(rows["searched"], ROOM * self._k, sizes))
         unit = rows["unit"]
         self._unit = None if (unit == 1).all() else unit[:1] if (unit == unit[0]).all() else unit
@@ -111,7 +115,7 @@ class Table:
 
     def _write_out(self, clip: float, memories: Memories, momentum: Reals, buffer: WholeBuffer) -> Sent:
         """Update tensors that are all sent whole."""
-        states = [memories.state(position) for position in self._positions]
+        states = memories.states_of(self._positions)
         self._rows["has_residual"] = ["residual" in state for state in states]
         memories.require("residual", self._at(self._rows["has_residual"]))
         values = buffer.of(self._span)
@@ -124,14 +128,19 @@ class Table:
     def _select(self, clip: float, memories: Memories, momentum: Reals, report: StepReport) -> Sent:
         """Update the tensors, and take what is above their thresholds."""
         memories.require("residual", self._positions)
-        states = {row: memories.state(self._positions[row]) for row in self._searched}
-        recalls = {row: state.setdefault("recall", {}) for row, state in states.items()}
+        states = memories.states_of(self._searched_positions)
+        recalls = {row: state.setdefault("recall", {}) for row, state in zip(self._searched, states, strict=True)}
         self._rows["threshold"][self._searched] = [
             np.inf if _is_cold(recall) else recall["threshold"] for recall in recalls.values()
         ]
         residuals, base = memories.flat("residual"), self._span.start
         passed = segments.update(self._rows, self._pieces, clip, residuals, momentum, _NOTHING, base)
-        offsets, values, counts = self._corrected(passed, recalls, residuals)
+        offsets, values, counts = passed.offsets, passed.values, passed.taken
+        is_dense = offsets is None and values.size == self._span.length
+        if offsets is None:
+            offsets = np.arange(0 if is_dense and self._masked is None and not recalls else values.size)
+        if recalls:
+            offsets, values, counts = self._corrected(offsets, passed, recalls, residuals)
         # A sum is finite only where all that was taken is; what was taken otherwise, or grows, is looked at.
         is_sure = values is passed.values and (self._unit is None or self._unit.max() <= 1)
         report.wanted_entries += self._wanted
@@ -143,21 +152,21 @@ class Table:
                 values = values * (self._unit if self._unit.size == 1 else np.repeat(self._unit, counts))
         for position in self._whole:
             memories.state(position).pop("residual")
-        piece = SparseSlice(self._span, torch.from_numpy(offsets), torch.from_numpy(values))
+        is_dense = is_dense and values.size == self._span.length
+        piece = SparseSlice(self._span, None if is_dense else torch.from_numpy(offsets), torch.from_numpy(values))
         is_finite = bool(np.isfinite(passed.excess if is_sure else values).all())
         return Sent([piece], dict(zip(self._positions, counts.tolist(), strict=True)), is_finite)
 
-    def _at(self, rows: NDArray[np.bool_]) -> list[int]:
-        return [self._positions[row] for row in np.flatnonzero(rows).tolist()]
+    def _at(self, rows: NDArray[np.bool_]) -> tuple[int, ...]:
+        return tuple(self._positions[row] for row in np.flatnonzero(rows).tolist())
 
-    def _refer(self, gradients: Mapping[int, torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Set the addresses; return the tensors that must live as long as these."""
-        rows = self._rows
-        used = [gradients[position] for position in self._positions]
-        if not all(tensor.is_contiguous() and tensor.dtype in KINDS for tensor in used):
-            used = [_plain(tensor) for tensor in used]
-        rows["gradient"] = [tensor.data_ptr() for tensor in used]
-        rows["gradient_kind"] = [KINDS[tensor.dtype] for tensor in used]
+    def _refer(self, gradients: Gradients, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Set the addresses; return the tensors that must live as long as these, beside the gradients."""
+        rows, used = self._rows, []
+        rows["gradient"], rows["gradient_kind"] = gradients.addresses[self._places], gradients.kinds[self._places]
+        for row in np.flatnonzero(rows["gradient"] == 0).tolist():
+            used.append(plain := _plain(gradients[self._positions[row]]))
+            rows["gradient"][row], rows["gradient_kind"][row] = plain.data_ptr(), KINDS[plain.dtype]
         rows["parameters"] = 0
         decayed = np.flatnonzero(rows["decay"]).tolist()
         if decayed:
@@ -168,10 +177,10 @@ class Table:
         return used
 
     def _corrected(
-        self, passed: Passed, recalls: Mapping[int, SelectorState], residuals: Reals
+        self, offsets: Integers, passed: Passed, recalls: Mapping[int, SelectorState], residuals: Reals
     ) -> tuple[Integers, Reals, Integers]:
         """Correct the tensors whose number of entries misses ``k``; return offsets, values, and numbers of entries."""
-        offsets, values, counts = passed.offsets, passed.values, passed.taken
+        values, counts = passed.values, passed.taken
         ends = np.cumsum(counts).tolist()
         pieces: list[tuple[Integers, Reals]] = []
         done = 0
