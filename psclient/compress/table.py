@@ -16,12 +16,10 @@ from psclient.report import StepReport
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.select import SelectorState
-from pscore.select.base import TOLERANCE
 from pscore.select.inputs import Memory
 from pscore.select.kernels import segments
-from pscore.select.kernels.base import Taken, ThresholdResult
 from pscore.select.kernels.segments import KINDS, Integers, Passed, Reals
-from pscore.select.warm import ROOM, correct, predict, warm
+from pscore.select.warm import ROOM, Corrected, correct, is_ranked, warm
 
 _COEFFICIENTS = ("scale", "decay", "factor", "retain", "rate", "unit", "keep", "nesterov")
 _NOTHING = np.zeros(0, np.float32)
@@ -130,9 +128,11 @@ class Table:
         memories.require("residual", self._positions)
         states = memories.states_of(self._searched_positions)
         recalls = {row: state.setdefault("recall", {}) for row, state in zip(self._searched, states, strict=True)}
-        self._rows["threshold"][self._searched] = [
-            np.inf if _is_cold(recall) else recall["threshold"] for recall in recalls.values()
+        thresholds = np.zeros(self._sizes.size)
+        thresholds[self._searched] = [
+            np.inf if is_ranked(recall) else recall.get("threshold", np.inf) for recall in recalls.values()
         ]
+        self._rows["threshold"][self._searched] = thresholds[self._searched]
         residuals, base = memories.flat("residual"), self._span.start
         passed = segments.update(self._rows, self._pieces, clip, residuals, momentum, _NOTHING, base)
         offsets, values, counts = passed.offsets, passed.values, passed.taken
@@ -140,7 +140,7 @@ class Table:
         if offsets is None:
             offsets = np.arange(0 if is_dense and self._masked is None and not recalls else values.size)
         if recalls:
-            offsets, values, counts = self._corrected(offsets, passed, recalls, residuals)
+            offsets, values, counts = self._corrected(offsets, passed, thresholds, recalls, residuals)
         # A sum is finite only where all that was taken is; what was taken otherwise, or grows, is looked at.
         is_sure = values is passed.values and (self._unit is None or self._unit.max() <= 1)
         report.wanted_entries += self._wanted
@@ -177,35 +177,43 @@ class Table:
         return used
 
     def _corrected(
-        self, offsets: Integers, passed: Passed, recalls: Mapping[int, SelectorState], residuals: Reals
-    ) -> tuple[Integers, Reals, Integers]:
-        """Correct the tensors whose number of entries misses ``k``; return offsets, values, and numbers of entries."""
-        values, counts = passed.values, passed.taken
-        ends = np.cumsum(counts).tolist()
-        pieces: list[tuple[Integers, Reals]] = []
-        done = 0
-        for row, recall in recalls.items():
-            above, wanted = int(passed.above[row]), int(self._k[row])
-            if not _is_cold(recall) and (1 - TOLERANCE) * wanted <= above <= (1 + TOLERANCE) * wanted:
-                predict(recall, recall["threshold"], above, float(passed.excess[row]), wanted)
-                continue
-            low, high = ends[row] - int(counts[row]), ends[row]
-            start, shift = int(self._rows["start"][row]), int(self._rows["start"][row]) - self._span.start
-            residual = torch.from_numpy(residuals[start : start + int(self._sizes[row])])
-            source = Memory(residual, None, float(self._rows["keep"][row]))
-            if _is_cold(recall):
-                taken = warm(source, wanted, recall)
+        self,
+        offsets: Integers,
+        passed: Passed,
+        thresholds: NDArray[np.float64],
+        recalls: Mapping[int, SelectorState],
+        residuals: Reals,
+    ) -> Corrected:
+        """Correct the tensors whose number of entries misses ``k``, and note the next thresholds."""
+        drifts = np.zeros(thresholds.size)
+        drifts[self._searched] = [recall.get("drift", 0.0) for recall in recalls.values()]
+        base = self._span.start
+        found = correct(self._rows, self._sizes, self._k, base, residuals, thresholds, drifts, passed, offsets)
+        offsets, values, counts = found
+        left = []
+        columns = (each[self._searched].tolist() for each in (counts, thresholds, drifts))
+        for (row, recall), count, threshold, drift in zip(recalls.items(), *columns, strict=True):
+            if count < 0:
+                left.append(row)
             else:
-                before = Taken(torch.from_numpy(offsets[low:high] - shift), torch.from_numpy(values[low:high]))
-                result = ThresholdResult(before, above, float(passed.excess[row]))
-                taken = correct(source, wanted, recall, recall["threshold"], result)
-            pieces += [(offsets[done:low], values[done:low]), (taken.offsets.numpy() + shift, taken.values.numpy())]
-            counts[row] = taken.offsets.numel()
-            done = high
-        if pieces:
-            pieces.append((offsets[done:], values[done:]))
-            offsets, values = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
-        return offsets, values, counts
+                recall["threshold"], recall["drift"] = threshold, drift
+        counts[left] = 0
+        if not left:
+            return found
+        pieces: list[tuple[Integers, Reals]] = []
+        ends, done = np.cumsum(counts).tolist(), 0
+        for row in left:
+            start = int(self._rows["start"][row])
+            source = Memory(
+                torch.from_numpy(residuals[start : start + int(self._sizes[row])]), None, float(self._rows["keep"][row])
+            )
+            taken = warm(source, int(self._k[row]), recalls[row])
+            pieces.append((offsets[done : ends[row]], values[done : ends[row]]))
+            pieces.append((taken.offsets.numpy() + (start - base), taken.values.numpy()))
+            counts[row], done = taken.offsets.numel(), ends[row]
+        pieces.append((offsets[done:], values[done:]))
+        offsets, values = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
+        return Corrected(offsets, values, counts)
 
     def _runs(self, values: Reals) -> Sent:
         """Return the tensors, which are all sent whole, as the longest dense runs."""
@@ -220,11 +228,6 @@ class Table:
         ]
         is_finite = all(bool(np.isfinite(each.values.numpy()).all()) for each in slices)
         return Sent(slices, dict(zip(self._positions, self._sizes.tolist(), strict=True)), is_finite)
-
-
-def _is_cold(recall: SelectorState) -> bool:
-    """Tell whether there is no threshold to begin with: at first, and while the tensor is ranked."""
-    return "threshold" not in recall or recall.get("ranked", 0) > 0
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

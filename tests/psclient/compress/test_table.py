@@ -153,6 +153,35 @@ def test_pieces_and_threads_change_nothing():
         assert recalls == found[0][2]
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 5000), st.floats(0, 6), st.integers(0, 3)), min_size=1, max_size=5),
+    st.sampled_from([0.01, 0.2]),
+    st.integers(0, 2**16),
+)
+@some
+def test_a_threshold_that_misses_is_corrected_as_that_of_one_tensor(rows, density, seed):
+    """From thresholds far off either way, on values with ties, zeros, and a few that dwarf the rest."""
+    generator = torch.Generator().manual_seed(seed)
+    gradients = {}
+    for n, (size, _, kind) in enumerate(rows):
+        x = torch.randn(size, generator=generator)
+        gradients[n] = (x, x.round(), x * (torch.rand(size, generator=generator) < 0.05), x * 10 ** (4 * x))[kind]
+    tensors = [torch.zeros(size) for size, _, _ in rows]
+    ours, theirs = (Model(DGC, tensors, [HYPER | {"density": density}], 0, from_) for from_ in (0, NEVER))
+    for model in (ours, theirs):
+        for n, (_, factor, _) in enumerate(rows):
+            model.states[model.parameters[n]]["recall"] = {"threshold": factor * float(gradients[n].abs().mean())}
+    for _ in range(3):
+        sent = [model.compress(gradients)[1] for model in (ours, theirs)]
+        assert torch.equal(*sent)
+        assert ours.sent.entries == theirs.sent.entries
+        same(ours.memories(), theirs.memories())
+        for one, other in zip(ours.parameters, theirs.parameters, strict=True):
+            mine, yours = ours.states[one]["recall"], theirs.states[other]["recall"]
+            assert mine == pytest.approx(yours, rel=1e-9)
+            mine.update(yours)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_a_group_of_which_every_element_is_sent_is_dense(threads):
     """Also where several threads pass over the group; one zero makes the slice sparse again."""
