@@ -1,6 +1,7 @@
 """From gradients to entries to send, and back: the residuals get what did not arrive."""
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, MutableMapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ from psclient.buckets.planner import BucketPlanner
 from psclient.compress import rows
 from psclient.compress.buffer import WholeBuffer
 from psclient.compress.choice import Choice
+from psclient.compress.gradients import Gradients
 from psclient.compress.groups import ParamGroups
 from psclient.compress.memories import Memories
 from psclient.compress.method import Method, State
@@ -21,6 +23,22 @@ from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.select.kernels.segments import Integers
 from pscore.select.warm import warm
+
+
+class Members(NamedTuple):
+    """The tensors of a group that have a gradient and are trained.
+
+    Attributes:
+        numbers: the param group of each tensor of the model.
+        groups: positions, int64, by param group.
+        table: of those that one compiled call passes over; ``None`` without one.
+        others: positions of the rest.
+    """
+
+    numbers: Integers
+    groups: dict[int, Integers]
+    table: Table | None
+    others: list[int]
 
 
 class Compressor:
@@ -42,47 +60,42 @@ class Compressor:
         self._method, self._model, self._choice = method, model, choice
         self._groups, self._planner = groups, planner
         self._shares = np.zeros(len(model.parameters), np.float32)  # of the last update; at most one push is under way
-        self._tables: dict[tuple[int, ...], Table] = {}
-        self._generation = -1  # of the param groups, as the tables have them
+        self._known: dict[tuple[int, int, int, bytes], Members] = {}
+        self._generation = -1  # of the param groups, as the members have them
         self._buffer = WholeBuffer(model.layout.size)
         self._on_host = np.array([parameter.device.type == "cpu" for parameter in model.parameters])
         self._is_compiled = (
             choice.selector is warm and choice.over == "tensor" and model.layout.size >= choice.compiled_from
         )
 
-    def compress(self, group: range, gradients: Mapping[int, torch.Tensor], scale: float, report: StepReport) -> Sent:
+    def compress(self, group: range, gradients: Gradients, scale: float, report: StepReport) -> Sent:
         """Return what the tensors of a group send that have a gradient (finite), ascending within a device.
 
         Raises:
             UpdateOverflowError: gradient times learning rate has left the range of fp32; what had been selected is
                 restored, without the entries concerned.
         """
-        layout = self._model.layout
-        numbers = self._group_numbers()
-        positions = [position for position in group if position in gradients and numbers[position] >= 0]
-        where = np.array(positions, np.int64)
+        members = self._members(group, gradients)
         rules = {}
-        for number in sorted(set(numbers[where].tolist())):
+        for number, positions in members.groups.items():
             values = self._groups.values(number)
             rules[number] = Rule(self._method.recurrence(values), values["density"])
-            self._shares[where[numbers[where] == number]] = rules[number].recurrence.share
+            self._shares[positions] = rules[number].recurrence.share
         densities = {
             position: density
             for position, density in self._planner.densities.items()
-            if not self._groups.has_own_density(int(numbers[position]))
+            if not self._groups.has_own_density(int(members.numbers[position]))
         }
-        on_table = self._on_host[where] & self._is_compiled
         sent = Sent([], {}, is_finite=True)
-        if on_table.any():
-            span = Span(layout.offsets[group.start], layout.offsets[group.stop])
-            sent = self._table(positions if on_table.all() else where[on_table].tolist(), numbers, span).compress(
+        if members.table is not None:
+            sent = members.table.compress(
                 rules, densities, gradients, self._model.parameters, scale, self.memories, self._buffer, self._choice,
                 report,
             )  # fmt: skip
         alike: dict[torch.device, list[Row]] = {}
-        for position in where[~on_table].tolist():
-            recurrence, density = rules[int(numbers[position])]
-            row = Row(position, layout.span(position), recurrence, densities.get(position, density))
+        for position in members.others:
+            recurrence, density = rules[int(members.numbers[position])]
+            row = Row(position, self._model.layout.span(position), recurrence, densities.get(position, density))
             alike.setdefault(self._model.parameters[position].device, []).append(row)
         is_finite = sent.is_finite
         for same in alike.values():
@@ -95,20 +108,27 @@ class Compressor:
             raise UpdateOverflowError(self._without_overflow(sent.slices))
         return sent
 
-    def _group_numbers(self) -> Integers:
-        """Return the number of each parameter's group, -1 for none; tables of other groups are forgotten."""
+    def _members(self, group: range, gradients: Gradients) -> Members:
+        """Return the tensors of a group that have a gradient; those of other param groups are forgotten."""
         if self._generation != self._groups.generation:
             self._generation = self._groups.generation
-            found = [self._groups.number_of(parameter) for parameter in self._model.parameters]
-            self._numbers = np.array([-1 if number is None else number for number in found])
-            self._tables.clear()
-        return self._numbers
-
-    def _table(self, positions: list[int], numbers: Integers, span: Span) -> Table:
-        key = (span.start, span.end, *positions)
-        if key not in self._tables:
-            self._tables[key] = Table(self._model.layout, positions, numbers[positions], span)
-        return self._tables[key]
+            self._known.clear()
+        low, high = np.searchsorted(gradients.positions, (group.start, group.stop)).tolist()
+        where = gradients.positions[low:high]
+        key = group.start, group.stop, low, where.tobytes()
+        if key not in self._known:
+            numbers = self._groups.numbers_of(self._model.parameters)
+            trained = numbers[where] >= 0
+            on_table = trained & self._on_host[where] & self._is_compiled
+            span = Span(self._model.layout.offsets[group.start], self._model.layout.offsets[group.stop])
+            rows = np.flatnonzero(on_table)
+            self._known[key] = Members(
+                numbers,
+                {number: where[numbers[where] == number] for number in np.unique(numbers[where[trained]]).tolist()},
+                Table(self._model.layout, where[rows], numbers[where[rows]], rows + low, span) if rows.size else None,
+                where[trained & ~on_table].tolist(),
+            )
+        return self._known[key]
 
     def _without_overflow(self, sent: Iterable[SparseSlice]) -> str:
         """Restore the finite entries and clear the others in all memories; return the name of a tensor of theirs."""
@@ -130,11 +150,11 @@ class Compressor:
 
     def take_residuals(self, group: range) -> list[SparseSlice]:
         """Take everything out of these tensors' residuals."""
-        sent = []
+        sent, numbers = [], self._groups.numbers_of(self._model.parameters)
         for position in group:
             parameter = self._model.parameters[position]
-            number = self._groups.number_of(parameter)
-            if number is None or "residual" not in self.memories.states.get(parameter, ()):
+            number = int(numbers[position])
+            if number < 0 or "residual" not in self.memories.states.get(parameter, ()):
                 continue
             recurrence = self._method.recurrence(self._groups.values(number))
             self._shares[position] = recurrence.share
@@ -157,7 +177,7 @@ class Compressor:
         edges = np.array(self._model.layout.offsets[touched.start : touched.stop + 1])
         values, offsets = lost.values.numpy(), None if lost.offsets is None else lost.offsets.numpy()
         counts = np.diff(edges.clip(start, end) if offsets is None else np.searchsorted(offsets, edges - start))
-        self.memories.require("residual", (np.flatnonzero(counts) + touched.start).tolist())
+        self.memories.require("residual", tuple((np.flatnonzero(counts) + touched.start).tolist()))
         shares = self._shares[touched.start : touched.stop]
         returned = values * (shares[:1] if (shares == shares[0]).all() else np.repeat(shares, counts))
         self.memories.flat("residual")[start:end][slice(None) if offsets is None else offsets] += returned

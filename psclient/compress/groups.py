@@ -5,10 +5,12 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from psclient.compress.method import Group
 from psclient.errors import ConfigurationError
+from pscore.select.kernels.segments import Integers
 
 log = logging.getLogger("psclient")
 
@@ -66,14 +68,27 @@ class ParamGroups:
         self.all = groups
         self.generation += 1
         self._numbers = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
+        self._among: tuple[Sequence[torch.Tensor], Integers, list[int]] = (), np.zeros(0, np.int64), []
 
     def has_own_density(self, number: int) -> bool:
         """Tell whether a density schedule leaves this group alone."""
         return number in self._own_density
 
-    def number_of(self, parameter: torch.Tensor) -> int | None:
-        """Return the number of a parameter's group; ``None`` for one that is not trained."""
-        return self._numbers.get(id(parameter))
+    def numbers_of(self, parameters: Sequence[torch.Tensor]) -> Integers:
+        """Return the number of each parameter's group, int64 ``[n]``; -1 for one that is not trained."""
+        return self._find(parameters)[1]
+
+    def trained(self, parameters: Sequence[torch.Tensor]) -> list[int]:
+        """Return which of these parameters are trained and have elements, ascending."""
+        return self._find(parameters)[2]
+
+    def _find(self, parameters: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Integers, list[int]]:
+        """Return what is known of parameters, which are looked up once until the groups are assigned anew."""
+        if self._among[0] is not parameters:
+            numbers = np.array([self._numbers.get(id(parameter), -1) for parameter in parameters])
+            trained = [n for n in np.flatnonzero(numbers >= 0).tolist() if parameters[n].numel()]
+            self._among = parameters, numbers, trained
+        return self._among
 
     def values(self, number: int) -> Group:
         """Return a group's hyper-parameters as the schedulers left them."""

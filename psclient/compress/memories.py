@@ -5,6 +5,8 @@ takes no more than that. A tensor that was put there by others, as by ``load_sta
 """
 
 from collections.abc import MutableMapping, Sequence
+from itertools import repeat
+from operator import is_
 
 import numpy as np
 import torch
@@ -12,6 +14,8 @@ from numpy.typing import NDArray
 
 from psclient.compress.method import State
 from pscore.model.layout import ModelLayout
+
+_MOST_FOUND = 64  # sets of parameters
 
 
 class Memories:
@@ -24,6 +28,9 @@ class Memories:
         self._layout, self._parameters = layout, parameters
         self._flat: dict[str, NDArray[np.float32]] = {}
         self._views: dict[str, dict[int, torch.Tensor]] = {}
+        self._known: list[State] = []  # the states of all parameters at the last look-up
+        self._found: dict[tuple[int, ...], list[State]] = {}  # the states of some parameters, by their positions
+        self._placed: dict[tuple[str, tuple[int, ...]], list[torch.Tensor]] = {}
 
     def state(self, position: int) -> State:
         """Return a parameter's state."""
@@ -37,28 +44,41 @@ class Memories:
             self._views[name] = {}
         return self._flat[name]
 
-    def require(self, name: str, positions: Sequence[int]) -> None:
+    def states_of(self, positions: tuple[int, ...]) -> list[State]:
+        """Return the states of some parameters, which are looked up again where others have replaced a state."""
+        if len(self.states) != len(self._known) or not all(map(is_, self.states.values(), self._known)):
+            self._found.clear()
+        if positions not in self._found:
+            if len(self._found) >= _MOST_FOUND:
+                self._found.clear()
+                self._placed.clear()
+            self._found[positions] = [self.state(position) for position in positions]
+            self._known = list(self.states.values())
+        return self._found[positions]
+
+    def require(self, name: str, positions: tuple[int, ...]) -> None:
         """Have the memories of parameters on the host in their places; zero where there was none."""
         self.flat(name)
-        views, states, parameters = self._views[name], self.states, self._parameters
-        for position in positions:
-            state = states[parameters[position]]
-            held = state.get(name)
-            if held is None or held is not views.get(position):
-                self._place(state, name, position)
+        states, placed = self.states_of(positions), self._placed.get((name, positions))
+        if placed is not None and all(map(is_, map(dict.get, states, repeat(name)), placed)):
+            return
+        self._placed[name, positions] = [
+            self._place(state, name, position) for state, position in zip(states, positions, strict=True)
+        ]
 
     def of(self, name: str, position: int) -> torch.Tensor:
         """Return a parameter's memory, fp32 ``[n]`` on its device; zero at first."""
         parameter = self._parameters[position]
-        if parameter.device.type == "cpu":
-            self.require(name, [position])
         state = self.state(position)
+        if parameter.device.type == "cpu":
+            self.flat(name)
+            return self._place(state, name, position)
         if name not in state:
             state[name] = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
         memory: torch.Tensor = state[name]
         return memory
 
-    def _place(self, state: State, name: str, position: int) -> None:
+    def _place(self, state: State, name: str, position: int) -> torch.Tensor:
         views = self._views[name]
         if position not in views:
             span = self._layout.span(position)
@@ -66,6 +86,7 @@ class Memories:
         held, view = state.get(name), views[position]
         if held is None:
             view.zero_()
-        else:
+        elif held is not view:
             view.copy_(held.reshape(-1))
         state[name] = view
+        return view

@@ -9,18 +9,17 @@ from numpy.typing import NDArray
 
 from psclient.compress.buffer import WholeBuffer
 from psclient.compress.choice import Choice
+from psclient.compress.gradients import Gradients
 from psclient.compress.memories import Memories
 from psclient.compress.method import Recurrence
 from psclient.report import StepReport
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.select import SelectorState
-from pscore.select.base import TOLERANCE
 from pscore.select.inputs import Memory
 from pscore.select.kernels import segments
-from pscore.select.kernels.base import Taken, ThresholdResult
 from pscore.select.kernels.segments import KINDS, Integers, Passed, Reals
-from pscore.select.warm import ROOM, correct, predict, warm
+from pscore.select.warm import ROOM, Corrected, correct, is_ranked, warm
 
 _COEFFICIENTS = ("scale", "decay", "factor", "retain", "rate", "unit", "keep", "nesterov")
 _NOTHING = np.zeros(0, np.float32)
@@ -34,7 +33,7 @@ class Rule(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What a group of tensors sends: one sparse slice of its span, or dense runs; and entries by position."""
+    """What a group of tensors sends: a sparse slice of its span, or dense runs; and entries by position."""
 
     slices: list[SparseSlice]
     entries: dict[int, int]
@@ -44,16 +43,19 @@ class Sent(NamedTuple):
 class Table:
     """Some tensors on the host, by position, ascending; built once, and filled anew in each step.
 
-    ``numbers`` are the tensors' param groups, ``span`` is the one that slices have.
+    ``numbers`` are the tensors' param groups, ``places`` theirs among the gradients of a step; ``span`` is the one that
+    slices have.
     """
 
-    def __init__(self, layout: ModelLayout, positions: Sequence[int], numbers: Integers, span: Span) -> None:
-        self._positions, self._numbers, self._span = list(positions), numbers, span
+    def __init__(
+        self, layout: ModelLayout, positions: Integers, numbers: Integers, places: Integers, span: Span
+    ) -> None:
+        self._positions: tuple[int, ...] = tuple(positions.tolist())
+        self._numbers, self._places, self._span = numbers, places, span
         edges = np.array(layout.offsets)
-        where = np.array(positions)
-        self._sizes = edges[where + 1] - edges[where]
-        self._rows: NDArray[Any] = np.zeros(len(positions), segments.ROW)
-        self._rows["start"] = edges[where]
+        self._sizes = edges[positions + 1] - edges[positions]
+        self._rows: NDArray[Any] = np.zeros(positions.size, segments.ROW)
+        self._rows["start"] = edges[positions]
         self._pieces = segments.Pieces(self._sizes)
         self._filled_with: tuple[Mapping[int, Rule], Mapping[int, float]] | None = None
 
@@ -61,7 +63,7 @@ class Table:
         self,
         rules: Mapping[int, Rule],
         densities: Mapping[int, float],
-        gradients: Mapping[int, torch.Tensor],
+        gradients: Gradients,
         parameters: Sequence[torch.Tensor],
         clip: float,
         memories: Memories,
@@ -103,7 +105,7 @@ class Table:
         rows["searched"] = self._counted & (self._k < sizes)
         rows["whole"] = self._all_whole
         rows["threshold"] = np.where(whole, -1, 0)  # one of several that is sent whole has its zeros, too
-        self._searched = np.flatnonzero(rows["searched"]).tolist()
+        self._searched, self._searched_positions = np.flatnonzero(rows["searched"]).tolist(), self._at(rows["searched"])
         self._pieces.make_room(np.where(rows["searched"], ROOM * self._k, sizes))
         unit = rows["unit"]
         self._unit = None if (unit == 1).all() else unit[:1] if (unit == unit[0]).all() else unit
@@ -111,7 +113,7 @@ class Table:
 
     def _write_out(self, clip: float, memories: Memories, momentum: Reals, buffer: WholeBuffer) -> Sent:
         """Update tensors that are all sent whole."""
-        states = [memories.state(position) for position in self._positions]
+        states = memories.states_of(self._positions)
         self._rows["has_residual"] = ["residual" in state for state in states]
         memories.require("residual", self._at(self._rows["has_residual"]))
         values = buffer.of(self._span)
@@ -124,14 +126,21 @@ class Table:
     def _select(self, clip: float, memories: Memories, momentum: Reals, report: StepReport) -> Sent:
         """Update the tensors, and take what is above their thresholds."""
         memories.require("residual", self._positions)
-        states = {row: memories.state(self._positions[row]) for row in self._searched}
-        recalls = {row: state.setdefault("recall", {}) for row, state in states.items()}
-        self._rows["threshold"][self._searched] = [
-            np.inf if _is_cold(recall) else recall["threshold"] for recall in recalls.values()
+        states = memories.states_of(self._searched_positions)
+        recalls = {row: state.setdefault("recall", {}) for row, state in zip(self._searched, states, strict=True)}
+        thresholds = np.zeros(self._sizes.size)
+        thresholds[self._searched] = [
+            np.inf if is_ranked(recall) else recall.get("threshold", np.inf) for recall in recalls.values()
         ]
+        self._rows["threshold"][self._searched] = thresholds[self._searched]
         residuals, base = memories.flat("residual"), self._span.start
         passed = segments.update(self._rows, self._pieces, clip, residuals, momentum, _NOTHING, base)
-        offsets, values, counts = self._corrected(passed, recalls, residuals)
+        offsets, values, counts = passed.offsets, passed.values, passed.taken
+        is_dense = offsets is None and values.size == self._span.length
+        if offsets is None:
+            offsets = np.arange(0 if is_dense and self._masked is None and not recalls else values.size)
+        if recalls:
+            offsets, values, counts = self._corrected(offsets, passed, thresholds, recalls, residuals)
         # A sum is finite only where all that was taken is; what was taken otherwise, or grows, is looked at.
         is_sure = values is passed.values and (self._unit is None or self._unit.max() <= 1)
         report.wanted_entries += self._wanted
@@ -143,21 +152,21 @@ class Table:
                 values = values * (self._unit if self._unit.size == 1 else np.repeat(self._unit, counts))
         for position in self._whole:
             memories.state(position).pop("residual")
-        piece = SparseSlice(self._span, torch.from_numpy(offsets), torch.from_numpy(values))
+        is_dense = is_dense and values.size == self._span.length
+        piece = SparseSlice(self._span, None if is_dense else torch.from_numpy(offsets), torch.from_numpy(values))
         is_finite = bool(np.isfinite(passed.excess if is_sure else values).all())
         return Sent([piece], dict(zip(self._positions, counts.tolist(), strict=True)), is_finite)
 
-    def _at(self, rows: NDArray[np.bool_]) -> list[int]:
-        return [self._positions[row] for row in np.flatnonzero(rows).tolist()]
+    def _at(self, rows: NDArray[np.bool_]) -> tuple[int, ...]:
+        return tuple(self._positions[row] for row in np.flatnonzero(rows).tolist())
 
-    def _refer(self, gradients: Mapping[int, torch.Tensor], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Set the addresses; return the tensors that must live as long as these."""
-        rows = self._rows
-        used = [gradients[position] for position in self._positions]
-        if not all(tensor.is_contiguous() and tensor.dtype in KINDS for tensor in used):
-            used = [_plain(tensor) for tensor in used]
-        rows["gradient"] = [tensor.data_ptr() for tensor in used]
-        rows["gradient_kind"] = [KINDS[tensor.dtype] for tensor in used]
+    def _refer(self, gradients: Gradients, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Set the addresses; return the tensors that must live as long as these, beside the gradients."""
+        rows, used = self._rows, []
+        rows["gradient"], rows["gradient_kind"] = gradients.addresses[self._places], gradients.kinds[self._places]
+        for row in np.flatnonzero(rows["gradient"] == 0).tolist():
+            used.append(plain := _plain(gradients[self._positions[row]]))
+            rows["gradient"][row], rows["gradient_kind"][row] = plain.data_ptr(), KINDS[plain.dtype]
         rows["parameters"] = 0
         decayed = np.flatnonzero(rows["decay"]).tolist()
         if decayed:
@@ -168,35 +177,43 @@ class Table:
         return used
 
     def _corrected(
-        self, passed: Passed, recalls: Mapping[int, SelectorState], residuals: Reals
-    ) -> tuple[Integers, Reals, Integers]:
-        """Correct the tensors whose number of entries misses ``k``; return offsets, values, and numbers of entries."""
-        offsets, values, counts = passed.offsets, passed.values, passed.taken
-        ends = np.cumsum(counts).tolist()
-        pieces: list[tuple[Integers, Reals]] = []
-        done = 0
-        for row, recall in recalls.items():
-            above, wanted = int(passed.above[row]), int(self._k[row])
-            if not _is_cold(recall) and (1 - TOLERANCE) * wanted <= above <= (1 + TOLERANCE) * wanted:
-                predict(recall, recall["threshold"], above, float(passed.excess[row]), wanted)
-                continue
-            low, high = ends[row] - int(counts[row]), ends[row]
-            start, shift = int(self._rows["start"][row]), int(self._rows["start"][row]) - self._span.start
-            residual = torch.from_numpy(residuals[start : start + int(self._sizes[row])])
-            source = Memory(residual, None, float(self._rows["keep"][row]))
-            if _is_cold(recall):
-                taken = warm(source, wanted, recall)
+        self,
+        offsets: Integers,
+        passed: Passed,
+        thresholds: NDArray[np.float64],
+        recalls: Mapping[int, SelectorState],
+        residuals: Reals,
+    ) -> Corrected:
+        """Correct the tensors whose number of entries misses ``k``, and note the next thresholds."""
+        drifts = np.zeros(thresholds.size)
+        drifts[self._searched] = [recall.get("drift", 0.0) for recall in recalls.values()]
+        base = self._span.start
+        found = correct(self._rows, self._sizes, self._k, base, residuals, thresholds, drifts, passed, offsets)
+        offsets, values, counts = found
+        left = []
+        columns = (each[self._searched].tolist() for each in (counts, thresholds, drifts))
+        for (row, recall), count, threshold, drift in zip(recalls.items(), *columns, strict=True):
+            if count < 0:
+                left.append(row)
             else:
-                before = Taken(torch.from_numpy(offsets[low:high] - shift), torch.from_numpy(values[low:high]))
-                result = ThresholdResult(before, above, float(passed.excess[row]))
-                taken = correct(source, wanted, recall, recall["threshold"], result)
-            pieces += [(offsets[done:low], values[done:low]), (taken.offsets.numpy() + shift, taken.values.numpy())]
-            counts[row] = taken.offsets.numel()
-            done = high
-        if pieces:
-            pieces.append((offsets[done:], values[done:]))
-            offsets, values = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
-        return offsets, values, counts
+                recall["threshold"], recall["drift"] = threshold, drift
+        counts[left] = 0
+        if not left:
+            return found
+        pieces: list[tuple[Integers, Reals]] = []
+        ends, done = np.cumsum(counts).tolist(), 0
+        for row in left:
+            start = int(self._rows["start"][row])
+            source = Memory(
+                torch.from_numpy(residuals[start : start + int(self._sizes[row])]), None, float(self._rows["keep"][row])
+            )
+            taken = warm(source, int(self._k[row]), recalls[row])
+            pieces.append((offsets[done : ends[row]], values[done : ends[row]]))
+            pieces.append((taken.offsets.numpy() + (start - base), taken.values.numpy()))
+            counts[row], done = taken.offsets.numel(), ends[row]
+        pieces.append((offsets[done:], values[done:]))
+        offsets, values = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
+        return Corrected(offsets, values, counts)
 
     def _runs(self, values: Reals) -> Sent:
         """Return the tensors, which are all sent whole, as the longest dense runs."""
@@ -211,11 +228,6 @@ class Table:
         ]
         is_finite = all(bool(np.isfinite(each.values.numpy()).all()) for each in slices)
         return Sent(slices, dict(zip(self._positions, self._sizes.tolist(), strict=True)), is_finite)
-
-
-def _is_cold(recall: SelectorState) -> bool:
-    """Tell whether there is no threshold to begin with: at first, and while the tensor is ranked."""
-    return "threshold" not in recall or recall.get("ranked", 0) > 0
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,61 +1,63 @@
 """Collecting gradients, and refusing them where one is not finite, or where other workers push the same."""
 
 import gc
-from collections.abc import Container, Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from psclient.errors import ConfigurationError, NonFiniteGradientError
-from psclient.model.module import TrainedModel
+from psclient.compress.gradients import Gradients
+from psclient.compress.groups import ParamGroups
+from psclient.errors import ConfigurationError, ModelChangedError, NonFiniteGradientError
+from psclient.model.module import TrainedModel, edits_of
 from pscore.select.kernels import COMPILED_FROM
-from pscore.select.kernels.segments import KINDS, first_not_finite
-
-Gradients = Mapping[int, torch.Tensor]
-"""By position in the layout, in their parameters' shapes and dtypes."""
+from pscore.select.kernels.segments import first_not_finite
 
 
-def gather(model: TrainedModel, trained: Container[torch.Tensor], positions: Iterable[int]) -> dict[int, torch.Tensor]:
-    """Return the gradients of the trained parameters at these positions, as they are; costs nothing."""
-    parameters = model.parameters
-    found = {n: g for n in positions if (g := parameters[n].grad) is not None and parameters[n] in trained}
-    return {n: g for n, g in found.items() if g.numel()}
+def gather(model: TrainedModel, groups: ParamGroups, positions: range) -> dict[int, torch.Tensor]:
+    """Return the gradients of the trained parameters at these positions, as they are, ascending; costs nothing."""
+    trained, parameters = groups.trained(model.parameters), model.parameters
+    inside = trained[bisect_left(trained, positions.start) : bisect_left(trained, positions.stop)]
+    return {n: g for n in inside if (g := parameters[n].grad) is not None}
 
 
-def finite(model: TrainedModel, gradients: Gradients) -> dict[int, torch.Tensor]:
-    """Return the gradients dense; :class:`NonFiniteGradientError` names the first parameter where one is not finite."""
-    dense = dict(gradients)
-    for position in [n for n, g in gradients.items() if g.is_sparse]:
-        dense[position] = gradients[position].coalesce().to_dense()
-    plain: Gradients = {}
-    if model.layout.size >= COMPILED_FROM:
-        plain = {n: g for n, g in dense.items() if g.is_cpu and g.is_contiguous() and g.dtype in KINDS}
-    others = {n: dense[n] for n in dense.keys() - plain.keys()}
-    found = [n for n in (_first_of_plain(plain), _first_of_any(others)) if n is not None]
-    if found:
-        raise NonFiniteGradientError(model.layout.parameters[min(found)].name)
-    return dense
+def finite(model: TrainedModel, gradients: Mapping[int, torch.Tensor]) -> Gradients:
+    """Return the gradients (by position, ascending) dense.
+
+    Raises:
+        NonFiniteGradientError: one is not finite; the first such parameter is named.
+        ModelChangedError: one has another number of elements than its parameter had.
+    """
+    found = Gradients(gradients)
+    sparse = [n for n in found.positions[found.addresses == 0].tolist() if found[n].is_sparse]
+    if sparse:
+        found = Gradients({**gradients, **{n: gradients[n].coalesce().to_dense() for n in sparse}})
+    wrong = found.positions[found.sizes != model.sizes[found.positions]].tolist()
+    if wrong:
+        raise ModelChangedError(
+            model.layout.parameters[wrong[0]].name,
+            f"has a gradient of {found[wrong[0]].numel()} elements, and {model.sizes[wrong[0]]} of its own",
+            "leave the size of a gradient alone, or set it to None",
+        )
+    is_plain = (found.addresses != 0) & (model.layout.size >= COMPILED_FROM)
+    row = first_not_finite(*(column[is_plain] for column in (found.addresses, found.kinds, found.sizes)))
+    others = found.positions[~is_plain].tolist()
+    bad = [] if row is None else [int(found.positions[is_plain][row])]
+    bad += _first_of_any({n: found[n] for n in others})
+    if bad:
+        raise NonFiniteGradientError(model.layout.parameters[min(bad)].name)
+    return found
 
 
-def _first_of_plain(gradients: Gradients) -> int | None:
-    """Return the position of the first one that is not finite, of gradients on the host; in one compiled call."""
-    if not gradients:
-        return None
-    tensors = gradients.values()
-    addresses = np.array([gradient.data_ptr() for gradient in tensors])
-    kinds = np.array([KINDS[gradient.dtype] for gradient in tensors], np.int8)
-    row = first_not_finite(addresses, kinds, np.array([gradient.numel() for gradient in tensors]))
-    return None if row is None else list(gradients)[row]
-
-
-def _first_of_any(gradients: Gradients) -> int | None:
+def _first_of_any(gradients: Mapping[int, torch.Tensor]) -> list[int]:
+    """Return the position of the first one that is not finite, if there is one; on any device."""
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients.values()]
     # The norms are the fast test; one may overflow although every element is finite, so only elements convict.
     if norms and not bool(torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().all()):
-        return next((n for n, gradient in sorted(gradients.items()) if not bool(gradient.isfinite().all())), None)
-    return None
+        return [n for n, gradient in gradients.items() if not bool(gradient.isfinite().all())][:1]
+    return []
 
 
 def refuse_averaged(parameters: Iterable[torch.Tensor], among: Iterable[Any] | None = None) -> None:
@@ -88,20 +90,20 @@ class PushedGradients:
     """The gradients of a step that was pushed and has not ended: the step, called again, must not push them again."""
 
     def __init__(self) -> None:
-        self._pushed: dict[int, tuple[torch.Tensor, int]] = {}
+        self._pushed: dict[int, torch.Tensor] = {}
+        self._versions: list[int] = []
 
-    def note(self, gradients: Gradients) -> None:
+    def note(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Remember the gradients of a push."""
-        self._pushed = {position: (gradient, gradient._version) for position, gradient in gradients.items()}
+        self._pushed, self._versions = dict(gradients), edits_of(gradients.values())
 
     def clear(self) -> None:
         """Forget them: the step has ended."""
         self._pushed = {}
 
-    def matches(self, gradients: Gradients) -> bool:
+    def matches(self, gradients: Mapping[int, torch.Tensor]) -> bool:
         """Return whether these are the very same, unchanged: no backward pass has run since."""
         if not self._pushed or self._pushed.keys() != gradients.keys():
             return False
-        return all(
-            gradients[n] is before and before._version == version for n, (before, version) in self._pushed.items()
-        )
+        pairs = ((gradients[position], gradient) for position, gradient in self._pushed.items())
+        return all(now is before for now, before in pairs) and edits_of(self._pushed.values()) == self._versions

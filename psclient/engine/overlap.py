@@ -15,7 +15,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from psclient.buckets.trace import GradientClock
 from psclient.compress.groups import ParamGroups
-from psclient.engine.checks import Gradients, finite
+from psclient.engine.checks import finite
 from psclient.engine.push_pull import PushPull, Replies
 from psclient.errors import ConfigurationError, ServerUnreachableError
 from psclient.executor import Job, SerialExecutor, is_cancelled
@@ -43,7 +43,7 @@ class Overlap:
         model: TrainedModel,
         groups: ParamGroups,
         push_pull: PushPull,
-        gather: Callable[[range], Gradients],
+        gather: Callable[[range], Mapping[int, torch.Tensor]],
         begin: Callable[[], StepReport],
     ) -> None:
         self._owner = os.getpid()
@@ -210,7 +210,7 @@ class Overlap:
         self._jobs[number] = self._compressing.submit(lambda: self._send(number, gradients, event))
 
     @torch.no_grad()
-    def _send(self, number: int, gradients: Gradients, ready: "torch.cuda.Event | None") -> bool:
+    def _send(self, number: int, gradients: Mapping[int, torch.Tensor], ready: "torch.cuda.Event | None") -> bool:
         """Send a group; return False where the group was left because another one has failed."""
         if self._has_failed():
             return False

@@ -12,6 +12,7 @@ import torch
 from psclient.buckets.planner import BucketPlanner
 from psclient.buckets.trace import Trace
 from psclient.compress.compressor import Compressor
+from psclient.compress.gradients import Gradients
 from psclient.compress.groups import Rates
 from psclient.errors import from_refusal
 from psclient.report import StepReport
@@ -65,9 +66,7 @@ class PushPull:
         """Note when the gradients of the open push were ready, by position; not called where all were ready before."""
         self._trace.ready = moments
 
-    def send_gradients(
-        self, report: StepReport, number: int, gradients: Mapping[int, torch.Tensor], scale: float
-    ) -> None:
+    def send_gradients(self, report: StepReport, number: int, gradients: Gradients, scale: float) -> None:
         """Accumulate the gradients of a group (finite, by position) times ``scale``, select, and send the selected."""
         self._trace.begun = self._trace.begun or time.perf_counter()
         with self._opened_span.active():

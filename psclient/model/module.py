@@ -1,10 +1,14 @@
 """The trained part of a user's model: names, layout, buffers; found from ``model`` or from bare parameters."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from psclient.errors import ConfigurationError, ModelChangedError
 from pscore.model.layout import ModelLayout, TensorSpec, digest_of, layout_of
@@ -65,6 +69,19 @@ class TrainedModel:
     buffers: NamedBuffers
     module: torch.nn.Module | None
 
+    @cached_property
+    def sizes(self) -> NDArray[np.int64]:
+        """Elements of each parameter, int64 ``[n]``."""
+        return np.diff(self.layout.offsets)
+
+    @cached_property
+    def _modules(self) -> list[torch.nn.Module]:
+        return [module for module, _ in self.places]
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return [name for _, name in self.places]
+
     def positions_of(self, group: Mapping[str, Any]) -> list[int]:
         """Return the positions in the layout of a param group's tensors, ascending; the frozen ones have none."""
         members = {id(parameter) for parameter in group["params"]}
@@ -92,6 +109,9 @@ class TrainedModel:
 
     def check(self) -> None:
         """Raise :class:`ModelChangedError` where a parameter was replaced or thawed; costs a look-up for each."""
+        present = map(dict.get, map(attrgetter("_parameters"), self._modules), self._names)
+        if all(map(is_, present, self.parameters)) and not any(map(attrgetter("requires_grad"), self.frozen)):
+            return
         for parameter, known in zip(self.frozen, self.layout.frozen, strict=True):
             if parameter.requires_grad:
                 raise ModelChangedError(
@@ -105,9 +125,9 @@ class TrainedModel:
             for position, (module, name) in enumerate(self.places)
             if module._parameters.get(name) is not self.parameters[position]
         ]
-        present = {id(parameter) for parameter in self.module.parameters()} if moved and self.module is not None else ()
+        elsewhere = {id(parameter) for parameter in self.module.parameters()} if self.module is not None else ()
         for position in moved:
-            if id(self.parameters[position]) not in present:
+            if id(self.parameters[position]) not in elsewhere:
                 raise ModelChangedError(
                     self.layout.parameters[position].name,
                     "is no longer in its module: another Parameter stands there (load_state_dict(assign=True), say), "
@@ -177,7 +197,7 @@ def writes_to(parameter: torch.Tensor) -> int:
     return 0 if parameter.is_inference() else parameter._version
 
 
-def edits_of(parameters: Sequence[torch.Tensor]) -> list[int]:
+def edits_of(parameters: Collection[torch.Tensor]) -> list[int]:
     """Return :func:`writes_to` of each, fast."""
     try:
         return [parameter._version for parameter in parameters]

@@ -8,6 +8,8 @@ a reply has the changes since the last one, and nothing about the rest.
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,8 +35,10 @@ class Replica:
         """fp32 copies of half-precision parameters, by position; only in top-k mode."""
         self._known = [parameter.detach() for parameter in self.parameters]
         """Aliases of the parameters' memory when it was last checked; they tell a copy from a change."""
-        self._places = _places_of(self.parameters)
-        """Where the aliases lie."""
+        self._places = _places_of(self._known)
+        """Where the aliases lie, with strides and dtypes."""
+        self._addresses = np.array([_address_for_loops(known) for known in self._known])
+        """Those of fp32 tensors on the host that are contiguous, int64 ``[n]``; else 0."""
         self._edits = edits_of(self.parameters)
         """How often each parameter had been written to when the last write that is known here was done."""
 
@@ -66,7 +70,7 @@ class Replica:
         self._edits = edits_of(self.parameters)
 
     def _moved(self) -> Iterator[int]:
-        """Yield the positions of parameters with other memory than they had."""
+        """Yield the positions of parameters with other memory than they had; each is adopted before the next."""
         if _places_of(self.parameters) == self._places:
             return
         for position, (parameter, known) in enumerate(zip(self.parameters, self._known, strict=True)):
@@ -80,11 +84,12 @@ class Replica:
                     "convert and move models before: change it back, or close() this optimizer and make a new one",
                 )
             yield position
+        self._places = _places_of(self._known)
 
     def _adopt(self, position: int) -> None:
         """Make a parameter's memory of now the known one."""
         self._known[position] = known = self.parameters[position].detach()
-        [self._places[position]] = _places_of([known])
+        self._addresses[position] = _address_for_loops(known)
 
     def read(self, span: Span) -> Iterator[SparseSlice]:
         """Yield the values inside a span, tensor by tensor, dense, fp32 on the host."""
@@ -155,9 +160,7 @@ class Replica:
             return touched
         from psclient.model import replica_loops
 
-        found = self.parameters[touched.start : touched.stop]
-        plain = [p.dtype is torch.float32 and p.is_cpu and p.is_contiguous() for p in found]
-        addresses = np.array([p.data_ptr() for p in found], np.int64) * np.array(plain)
+        addresses = self._addresses[touched.start : touched.stop]  # the aliases own the memory, and so it is there
         edges = self._starts[touched.start : touched.stop + 1]
         base, array = segment.span.start, values.numpy()
         if segment.offsets is None:
@@ -169,19 +172,34 @@ class Replica:
             bounds = np.searchsorted(offsets, edges - base)
             replica_loops.write_at(addresses, edges[:-1], bounds, offsets, array, base, adds)
             has_entries = bounds[:-1] < bounds[1:]
-        written = np.flatnonzero(has_entries & (addresses != 0)).tolist()
-        torch.autograd.graph.increment_version([found[row] for row in written])
-        if all(plain):
-            return ()
-        return [position for position, yes in zip(touched, plain, strict=True) if not yes]
+        found = self.parameters[touched.start : touched.stop]
+        is_plain = addresses != 0
+        written = has_entries & is_plain
+        torch.autograd.graph.increment_version(
+            found if written.all() else [found[row] for row in np.flatnonzero(written).tolist()]
+        )
+        return (touched.start + np.flatnonzero(~is_plain)).tolist()
 
     def _within(self, position: int, span: Span) -> slice:
         offset = self.layout.offsets[position]
         return slice(span.start - offset, span.end - offset)
 
 
-def _places_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
-    return [(tensor.data_ptr(), tensor.stride(), tensor.dtype) for tensor in tensors]
+def _places_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.dtype], list[bool], list[Any]]:
+    """Return addresses, dtypes, which tensors are contiguous, and the strides of the others."""
+    is_contiguous = list(map(torch.Tensor.is_contiguous, tensors))
+    strided = [] if all(is_contiguous) else [n for n, plain in enumerate(is_contiguous) if not plain]
+    return (
+        list(map(torch.Tensor.data_ptr, tensors)),
+        list(map(attrgetter("dtype"), tensors)),
+        is_contiguous,
+        [tensors[n].stride() for n in strided],
+    )
+
+
+def _address_for_loops(tensor: torch.Tensor) -> int:
+    is_plain = tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
+    return tensor.data_ptr() if is_plain else 0
 
 
 def _checksum(parameter: torch.Tensor) -> torch.Tensor:

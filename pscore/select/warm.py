@@ -11,12 +11,15 @@ at the old rate. The threshold drifts down as these are taken, and the drift is 
 
 import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pscore.select.base import TOLERANCE, SelectorState, exact, keep_largest, take_all
 from pscore.select.inputs import SelectionInput
-from pscore.select.kernels.base import Taken, ThresholdResult
+from pscore.select.kernels.base import Taken
+from pscore.select.kernels.segments import Integers, Passed, Reals
 
 _LEVEL_GAIN, _DRIFT_GAIN = 0.6, 0.3
 _RISING = 0.9  # of a drift that is kept where it goes up
@@ -24,6 +27,8 @@ _RANKED_STEPS = 16
 ROOM = 3  # capacity of the pass, as a multiple of k: a surplus up to there needs no other pass
 _MOST_PASSES = 8
 _UNTIL_ZERO = 3
+_LARGEST_SIZE = 1 << 18  # of a tensor whose threshold one thread searches
+_RULE = TOLERANCE, ROOM, _LARGEST_SIZE, _MOST_PASSES, _UNTIL_ZERO, _LEVEL_GAIN, _DRIFT_GAIN, _RISING
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -31,7 +36,7 @@ def warm(inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
     """Take ``k`` entries within the tolerance."""
     if k >= inputs.numel:
         return take_all(inputs)
-    if state.get("ranked", 0) > 0:
+    if is_ranked(state):
         return _rank(inputs, k, state, state["ranked"] - 1)
     threshold = state.get("threshold")
     search = TailSearch(k)
@@ -42,34 +47,76 @@ def warm(inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
         threshold = search.run(inputs, first)
         if threshold is None:
             return _rank(inputs, k, state, _RANKED_STEPS)
-    return correct(inputs, k, state, threshold, inputs.take(threshold, ROOM * k), search)
-
-
-def correct(
-    inputs: SelectionInput,
-    k: int,
-    state: SelectorState,
-    threshold: float,
-    result: ThresholdResult,
-    search: "TailSearch | None" = None,
-) -> Taken:
-    """Go on after a pass at a threshold that had room for ``ROOM·k`` entries: take ``k`` within the tolerance.
-
-    Where more lie above, ``result`` may have any of them.
-    """
+    result = inputs.take(threshold, ROOM * k)
     lacks = result.count_above < (1 - TOLERANCE) * k and threshold != 0  # at 0 there is no more to be had
     if lacks or result.count_above > ROOM * k:
         inputs.put_back(result.taken)
-        search = search or TailSearch(k)
         search.update(threshold, result.count_above, result.sum_above)
-        found = search.run(inputs)
-        if found is None:
+        threshold = search.run(inputs)
+        if threshold is None:
             return _rank(inputs, k, state, _RANKED_STEPS)
-        threshold, result = found, inputs.take(found, ROOM * k)
-    predict(state, threshold, result.count_above, result.sum_above, k)
+        result = inputs.take(threshold, ROOM * k)
+    _predict(state, threshold, result.count_above, result.sum_above, k)
     if result.count_above > (1 + TOLERANCE) * k:
         return keep_largest(inputs, result.taken, k)
     return result.taken
+
+
+def is_ranked(state: SelectorState) -> bool:
+    """Tell whether the input is ranked in this step: no threshold was found lately."""
+    return state.get("ranked", 0) > 0
+
+
+class Corrected(NamedTuple):
+    """The entries of all rows after :func:`correct`; ``counts`` are theirs by row, -1 of a row that is left."""
+
+    offsets: Integers
+    values: Reals
+    counts: Integers
+
+
+def correct(
+    rows: NDArray[Any],
+    sizes: Integers,
+    wanted: Integers,
+    base: int,
+    memory: Reals,
+    thresholds: NDArray[np.float64],
+    drifts: NDArray[np.float64],
+    passed: Passed,
+    offsets: Integers,
+) -> Corrected:
+    """Do for all rows of a table what :func:`warm` does for one after its pass at the known threshold.
+
+    A row is left, its entries in the memory, where it has no threshold (an infinite one), none is found, or one is to
+    be found in more elements than one thread should read: :func:`warm` begins anew then.
+
+    Args:
+        rows: as of :func:`~pscore.select.kernels.segments.update`, which has taken entries with room for ``ROOM·k``.
+        sizes: of the tensors.
+        wanted: ``k`` of each row.
+        base: from which entries are counted.
+        memory: of all tensors, end to end; changed.
+        thresholds: of each row, fp64; changed to that of the next step.
+        drifts: of each row, fp64; changed likewise.
+        passed: the result of the pass; its counts change.
+        offsets: those of ``passed``, all written.
+    """
+    from pscore.select.kernels import warm_loops
+
+    searched, above, counts = rows["searched"], passed.above, passed.taken
+    misses = np.isinf(thresholds) | (above > (1 + TOLERANCE) * wanted)
+    misses |= (above < (1 - TOLERANCE) * wanted) & (thresholds != 0)
+    moves = bool((misses & searched).any())
+    size = int(np.maximum(counts, searched * ((1 + TOLERANCE) * wanted + 2).astype(np.int64)).sum()) if moves else 0
+    new_offsets, new_values = np.empty(size, np.int64), np.empty(size, np.float32)
+    total = warm_loops.correct(
+        rows, searched, sizes, wanted, base, memory, thresholds, drifts, above, passed.excess, counts, offsets,
+        passed.values, new_offsets, new_values, moves, _RULE,
+    )  # fmt: skip
+    if not moves:
+        return Corrected(offsets, passed.values, counts)
+    return Corrected(new_offsets[:total], new_values[:total], counts)
 
 
 def _rank(inputs: SelectionInput, k: int, state: SelectorState, steps: float) -> Taken:
@@ -83,7 +130,7 @@ def _rank(inputs: SelectionInput, k: int, state: SelectorState, steps: float) ->
     return taken
 
 
-def predict(state: SelectorState, threshold: float, count: int, excess: float, k: int) -> None:
+def _predict(state: SelectorState, threshold: float, count: int, excess: float, k: int) -> None:
     """Set the threshold of the next step: level and drift of the best threshold, smoothed (Holt's linear method).
 
     The best one of this step was ``t + β·ln(c/k)`` with ``β`` = mean excess. The drift matters for a while after the

@@ -7,6 +7,7 @@ import torch
 
 from psclient.compress.choice import Choice
 from psclient.compress.compressor import Compressor
+from psclient.compress.gradients import Gradients
 from psclient.compress.groups import ParamGroups
 from psclient.model.module import describe
 from psclient.optim.asgd import ASGD
@@ -46,7 +47,7 @@ class OneTensor:
         self.group.update(group | {"density": density})
         if theta is not None:
             self.parameter.data.copy_(theta)
-        [sent] = self.compressor.compress(range(1), {0: gradient}, 1.0, StepReport(0)).slices
+        [sent] = self.compressor.compress(range(1), Gradients({0: gradient}), 1.0, StepReport(0)).slices
         return sent
 
     def flush(self, group):

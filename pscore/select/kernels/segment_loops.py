@@ -64,6 +64,14 @@ def first_not_finite(addresses, kinds, tensors, firsts, sizes):
     return -1
 
 
+@register_jitable
+def number_on(offsets, count, first):
+    """Write ``count`` offsets from ``first`` on; return False: those behind are not the next ones."""
+    for j in range(count):
+        offsets[j] = first + j
+    return False
+
+
 @compiled
 def update(rows, pieces, low, high, clip, memory, momentum, whole, base, offsets, values, counts, taken, excess):
     """Update the pieces ``[low, high)``; see :func:`pscore.select.kernels.segments.update`.
@@ -71,11 +79,15 @@ def update(rows, pieces, low, high, clip, memory, momentum, whole, base, offsets
     Entries are written from the start of ``offsets`` and ``values``; for each piece ``counts`` becomes the number of
     entries above the threshold, ``taken`` of those that were written, ``excess`` the sum of what they exceed it by: of
     a row that is not searched only whether that is finite.
+
+    Returns how many entries were written, and the offset of the first where each is the neighbour of the one before:
+    such offsets are not written. Else -1.
     """
     x, theta = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
     bits, theta_bits, memory_bits = x.view(np.uint32), theta.view(np.uint32), memory.view(np.uint32)
     found, one = np.empty(RUN, np.int64), np.float32(1)
-    total = 0
+    total, is_dense = 0, True
+    origin = rows[pieces[low].row].start + pieces[low].first - base
     for number in range(low, high):
         row = rows[pieces[number].row]
         room = pieces[number].room
@@ -126,8 +138,11 @@ def update(rows, pieces, low, high, clip, memory, momentum, whole, base, offsets
                 for j in range(count):
                     top = max(top, np.uint32(words[j] & np.uint32(0x7FFFFFFF)))
                 if full == count:
-                    for j in range(count):
-                        offsets[total + j] = start - base + j
+                    if is_dense and start - base != origin + total:
+                        is_dense = number_on(offsets, total, origin)
+                    if not is_dense:
+                        for j in range(count):
+                            offsets[total + j] = start - base + j
                     for j in range(count):
                         values[total + j] = r[j]
                     for j in range(count):
@@ -148,6 +163,8 @@ def update(rows, pieces, low, high, clip, memory, momentum, whole, base, offsets
                 for j in range(run.size):
                     found[hits] = j
                     hits += abs(run[j]) > threshold
+                if is_dense and hits > 0:
+                    is_dense = number_on(offsets, total, origin)
                 above += hits
                 place = start - base + begin
                 for i in range(hits):
@@ -161,4 +178,4 @@ def update(rows, pieces, low, high, clip, memory, momentum, whole, base, offsets
                         total += 1
                         fitted += 1
         counts[number], taken[number], excess[number] = above, fitted, sum_above
-    return total
+    return total, origin if is_dense and total > 0 else -1

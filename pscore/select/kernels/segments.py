@@ -56,14 +56,15 @@ class Passed(NamedTuple):
     """The entries that a pass has taken, ascending over all tensors, and counts a row.
 
     Attributes:
-        offsets: int64, counted from the table's base.
+        offsets: int64, counted from the table's base; ``None`` where every element from there on, up to the last, is
+            taken.
         values: fp32, the memory's values before.
         above: entries above the threshold, of each row.
         taken: of these the ones that were taken: fewer where there was no room.
         excess: what the magnitudes above the threshold exceed it by, summed, of each row.
     """
 
-    offsets: Integers
+    offsets: Integers | None
     values: Reals
     above: Integers
     taken: Integers
@@ -119,19 +120,25 @@ def update(
     above, taken = np.empty((2, table.size), np.int64)
     excess = np.empty(table.size)
 
-    def loop(part: slice) -> tuple[Integers, Reals]:
+    def loop(part: slice) -> tuple[int, Integers, Reals]:
         room = pieces.room[pieces.ranges.index(part)]
         offsets, values = np.empty(room, np.int64), np.empty(room, np.float32)
-        found = segment_loops.update(
+        found, first = segment_loops.update(
             rows, table, part.start, part.stop, np.float32(clip), memory, momentum, whole, base,
             offsets, values, above, taken, excess,
         )  # fmt: skip
-        return offsets[:found], values[:found]  # pages behind it were never touched, and are no memory
+        return first, offsets[:found], values[:found]  # pages that were never touched are no memory
 
-    offsets, values = zip(*in_parallel(pieces.ranges, loop), strict=True)
+    parts = in_parallel(pieces.ranges, loop)
+    values = _joined([each for _, _, each in parts])
+    ends = np.cumsum([0, *(each.size for _, _, each in parts)]).tolist()
+    is_dense = all(first == end for (first, _, _), end in zip(parts, ends, strict=False))
+    for first, offsets, _ in () if is_dense else parts:
+        if first >= 0:
+            offsets[:] = np.arange(first, first + offsets.size)
     return Passed(
-        _joined(offsets),
-        _joined(values),
+        None if is_dense else _joined([offsets for _, offsets, _ in parts]),
+        values,
         np.add.reduceat(above, pieces.starts),
         np.add.reduceat(taken, pieces.starts),
         np.add.reduceat(excess, pieces.starts),
@@ -140,6 +147,8 @@ def update(
 
 def first_not_finite(addresses: Integers, kinds: NDArray[np.int8], sizes: Integers) -> int | None:
     """Return the number of the first tensor with an element that is not finite; ``kinds`` as in :data:`KINDS`."""
+    if not sizes.size:
+        return None
     from pscore.select.kernels import segment_loops
 
     if parts_of(int(sizes.sum())) == 1:

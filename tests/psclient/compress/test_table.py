@@ -13,10 +13,11 @@ from torch import nn
 
 from psclient.compress.choice import Choice
 from psclient.compress.compressor import Compressor
+from psclient.compress.gradients import Gradients
 from psclient.compress.groups import ParamGroups
 from psclient.engine.checks import finite
 from psclient.engine.push_pull import _joined
-from psclient.errors import NonFiniteGradientError, UpdateOverflowError
+from psclient.errors import ModelChangedError, NonFiniteGradientError, UpdateOverflowError
 from psclient.model.module import describe
 from psclient.optim.asgd import ASGD
 from psclient.optim.dgc import DGC
@@ -57,7 +58,7 @@ class Model:
         """What the model sends, whole: offsets in the layout and values."""
         size = self.described.layout.size
         self.report = StepReport(0)
-        self.sent = self.compressor.compress(range(len(self.parameters)), gradients, clip, self.report)
+        self.sent = self.compressor.compress(range(len(self.parameters)), Gradients(gradients), clip, self.report)
         joined = _joined(Span(0, size), self.sent.slices)
         dense = torch.zeros(size)
         for each in joined:
@@ -152,6 +153,57 @@ def test_pieces_and_threads_change_nothing():
         assert recalls == found[0][2]
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 5000), st.floats(0, 6), st.integers(0, 3)), min_size=1, max_size=5),
+    st.sampled_from([0.01, 0.2]),
+    st.integers(0, 2**16),
+)
+@some
+def test_a_threshold_that_misses_is_corrected_as_that_of_one_tensor(rows, density, seed):
+    """From thresholds far off either way, on values with ties, zeros, and a few that dwarf the rest."""
+    generator = torch.Generator().manual_seed(seed)
+    gradients = {}
+    for n, (size, _, kind) in enumerate(rows):
+        x = torch.randn(size, generator=generator)
+        gradients[n] = (x, x.round(), x * (torch.rand(size, generator=generator) < 0.05), x * 10 ** (4 * x))[kind]
+    tensors = [torch.zeros(size) for size, _, _ in rows]
+    ours, theirs = (Model(DGC, tensors, [HYPER | {"density": density}], 0, from_) for from_ in (0, NEVER))
+    for model in (ours, theirs):
+        for n, (_, factor, _) in enumerate(rows):
+            model.states[model.parameters[n]]["recall"] = {"threshold": factor * float(gradients[n].abs().mean())}
+    for _ in range(3):
+        sent = [model.compress(gradients)[1] for model in (ours, theirs)]
+        assert torch.equal(*sent)
+        assert ours.sent.entries == theirs.sent.entries
+        same(ours.memories(), theirs.memories())
+        for one, other in zip(ours.parameters, theirs.parameters, strict=True):
+            mine, yours = ours.states[one]["recall"], theirs.states[other]["recall"]
+            assert mine == pytest.approx(yours, rel=1e-9)
+            mine.update(yours)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_group_of_which_every_element_is_sent_is_dense(threads):
+    """Also where several threads pass over the group; one zero makes the slice sparse again."""
+    before = torch.get_num_threads()
+    sizes = [2 * segments.PIECE + 5, 7, 5 * segments.PIECE, 3]
+    gradients = {n: torch.full((size,), 1.0 + n) for n, size in enumerate(sizes)}
+    try:
+        torch.set_num_threads(threads)
+        model = Model(DGS, [torch.zeros(size) for size in sizes], [HYPER], NEVER, 0)
+        [sent], _ = model.compress(gradients)
+        assert sent.offsets is None
+        assert torch.equal(sent.values, torch.cat([0.1 * gradient for gradient in gradients.values()]))
+        for missing in (0, sizes[0], sum(sizes) - 1):
+            model = Model(DGS, [torch.zeros(size) for size in sizes], [HYPER], NEVER, 0)
+            flat = torch.cat(list(gradients.values()))
+            flat[missing] = 0
+            [sent], _ = model.compress(dict(enumerate(flat.split(sizes))))
+            assert torch.equal(sent.offsets, flat.nonzero().view(-1))
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_gradients_and_parameters_of_any_strides_are_read_in_logical_order():
     plain = torch.randn(4, 6)
     strided = plain.t().contiguous().t()
@@ -206,6 +258,15 @@ def test_the_first_gradient_that_is_not_finite_is_named(dtype, bad):
         gradients[broken[0]][broken[1]] = bad
         with pytest.raises(NonFiniteGradientError, match=f"parameter_{broken[0]}"):
             finite(model, gradients)
+
+
+def test_a_gradient_that_has_lost_its_size_is_refused():
+    parameters = [nn.Parameter(torch.zeros(size)) for size in (20_000, 30)]
+    model = describe(None, [{"params": parameters}])
+    gradients = {0: torch.ones(20_000), 1: torch.ones(30)}
+    gradients[1].data = torch.ones(29)
+    with pytest.raises(ModelChangedError, match="parameter_1"):
+        finite(model, gradients)
 
 
 def test_a_dense_update_that_is_still_in_use_is_not_overwritten():

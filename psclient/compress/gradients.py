@@ -1,0 +1,45 @@
+"""The gradients of a step, and the addresses by which compiled loops read them."""
+
+from collections.abc import Mapping
+from itertools import repeat
+from operator import attrgetter
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pscore.select.kernels.segments import KINDS, Integers
+
+_dtype, _is_cpu = attrgetter("dtype"), attrgetter("is_cpu")
+
+
+class Gradients(dict[int, torch.Tensor]):
+    """Gradients by position in the layout, ascending, each attribute of all of them read once.
+
+    Attributes:
+        positions: int64 ``[m]``.
+        sizes: int64 ``[m]``, elements.
+        addresses: int64 ``[m]``; 0 where no loop can read the tensor: not on the host, not contiguous, another dtype.
+        kinds: int8 ``[m]``, as in :data:`~pscore.select.kernels.segments.KINDS`; -1 for another dtype.
+    """
+
+    positions: Integers
+    sizes: Integers
+    addresses: Integers
+    kinds: NDArray[np.int8]
+
+    def __init__(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        super().__init__(tensors)
+        count, used = len(self), self.values()
+        self.positions = np.fromiter(self, np.int64, count)
+        self.sizes = np.fromiter(map(torch.Tensor.numel, used), np.int64, count)
+        self.kinds = np.fromiter(map(KINDS.get, map(_dtype, used), repeat(-1)), np.int8, count)
+        is_plain = np.fromiter(map(torch.Tensor.is_contiguous, used), bool, count)
+        is_plain &= np.fromiter(map(_is_cpu, used), bool, count) & (self.kinds >= 0)
+        if is_plain.all():
+            self.addresses = np.fromiter(map(torch.Tensor.data_ptr, used), np.int64, count)
+        else:
+            self.addresses = np.zeros(count, np.int64)
+            listed = list(used)
+            rows = np.flatnonzero(is_plain)
+            self.addresses[rows] = [listed[row].data_ptr() for row in rows.tolist()]
