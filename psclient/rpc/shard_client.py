@@ -26,7 +26,16 @@ from pscore.telemetry import tracing
 from pscore.telemetry.span import TraceSpan
 from pscore.wire import frames
 from pscore.wire.codecs.names import INDEX_CODECS, VALUE_CODECS
-from pscore.wire.dense import bytes_of, chunk_message, cut, dense_chunk, field_bytes, split_values
+from pscore.wire.dense import (
+    bytes_of,
+    chunk_field,
+    chunk_message,
+    cut,
+    dense_chunk,
+    field_bytes,
+    message_bytes,
+    split_values,
+)
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
@@ -159,7 +168,9 @@ class ShardClient:
         trace = tracing.begin("push", shard=self.index)
         header.traceparent = trace.parent
         self.timing = PushTiming(len(plan))
-        self.unacked = PushPart(header.generation, trace, self._push_stream(idle_seconds))
+        self.unacked = PushPart(
+            header.generation, trace, self._push_stream(idle_seconds), self._uplink.bytes_per_second
+        )
         self.timing.opened = time.perf_counter()
         self.unacked.add(field_bytes(pb.PushSparseRequest.HEADER_FIELD_NUMBER, header))
 
@@ -186,7 +197,7 @@ class ShardClient:
         """Send one chunk of the open push, whose value bytes are ``values`` or its own."""
         part = self._open_part
         part.checksum.add(chunk, *values)
-        self.timing.group_bytes[chunk.group] += part.add(chunk_message(chunk, *values))
+        self.timing.group_bytes[chunk.group] += part.add(*chunk_field(chunk, *values))
         self.timing.left[chunk.group] = time.perf_counter() - self.timing.opened
 
     def hold(self, segment: SparseSlice) -> None:
@@ -236,10 +247,11 @@ class ShardClient:
         arrivals = [nanoseconds / 1e9 for nanoseconds in response.group_arrival_nanoseconds]  # after the header
         if stream is first and not response.repeated_push:
             self.timing.arrived = arrivals
-        before = 0.0  # a group cannot have taken longer than since the group before it was whole
+        before, with_header = 0.0, len(part.messages[0])  # bytes that were there with the header count for no time
         for nbytes, arrival in zip(self.timing.group_bytes, arrivals, strict=False):
-            self._uplink.update(nbytes, arrival - before)
-            before = max(before, arrival)
+            early = min(nbytes, with_header)
+            self._uplink.update(nbytes - early, arrival - before)  # not longer than since the group before was whole
+            before, with_header = max(before, arrival), with_header - early
         self.unacked = None
         part.trace.note(version=response.version, staleness=response.staleness)
         part.trace.end()
@@ -347,7 +359,7 @@ class ShardClient:
         for data in messages:
             began = min(began, time.perf_counter())
             received += len(data) + frames.FRAMING_BYTES
-            rest, values = split_values(data)
+            rest, values = split_values(data, several=True)
             response = pb.PullDiffResponse.FromString(rest)
             if response.HasField("header"):
                 if header.mode:
@@ -358,8 +370,8 @@ class ShardClient:
             if not header.mode:
                 raise ServerFaultError(f"{self.address} sent a reply without its header")
             started = time.perf_counter()
-            for chunk in response.chunks:
-                reader.read(chunk, *values)
+            for number, chunk in enumerate(response.chunks):
+                reader.read(chunk, *values[number : number + 1])
             decode_seconds += time.perf_counter() - started
             if response.HasField("so_far"):
                 reader.checksum.verify(response.so_far)
@@ -417,8 +429,7 @@ class ShardClient:
                 moved(checksum.entries, len(message) + frames.FRAMING_BYTES)
                 sent += len(message)
                 rate = sent / max(time.monotonic() - began, 1e-6)
-                most = min(chunk_bytes, int(_UPLOAD_CHUNK_SECONDS * rate), sent // _SENT_BEFORE)
-                size = max(least, most)
+                size = max(least, min(message_bytes(rate, _UPLOAD_CHUNK_SECONDS), sent // _SENT_BEFORE))
             for piece in frames.encode_bytes(buffers, least):
                 if piece.offset >= known_bytes:
                     yield pb.UploadModelRequest(buffers=piece).SerializeToString()
