@@ -404,14 +404,17 @@ class ShardClient:
         request = pb.UploadModelRequest(header=header).SerializeToString()
         least = min(chunk_bytes, _LEAST_UPLOAD_BYTES)
 
-        def values(span: Span) -> list[memoryview]:
-            return [bytes_of(segment.values) for segment in replica.read(span)]
+        runs = [*replica.layout.dtype_runs(self.span)]
+
+        def values(span: Span, dtype: torch.dtype) -> list[memoryview]:
+            return [bytes_of(segment.values.to(dtype)) for segment in replica.read(span)]
 
         def known_part(known: pb.Commit) -> frames.Checksum:
             """Return the checksum of what the server has; of nothing where that is not the beginning of this model."""
-            checksum, end = frames.Checksum(), min(self.span.end, self.span.start + known.entries)
-            for part in cut(Span(self.span.start, end), _PIECE_ELEMENTS):
-                checksum.add(pb.Chunk(count=part.length), *values(part))
+            checksum, begun = frames.Checksum(), Span(self.span.start, self.span.start + known.entries)
+            for dtype, run in runs:
+                for part in cut(run.intersect(begun), _PIECE_ELEMENTS):
+                    checksum.add(pb.Chunk(count=part.length), *values(part, dtype))
             checksum.chunks = known.chunks
             return checksum if checksum.commit() == known else frames.Checksum()
 
@@ -419,17 +422,18 @@ class ShardClient:
             yield request
             checksum, size, sent, began = known_part(known.received), least, 0, time.monotonic()
             known_bytes = known.received_buffer_bytes if checksum.entries else 0
-            while (start := self.span.start + checksum.entries) < self.span.end:
-                part = Span(start, min(self.span.end, start + size // 4))
-                chunk, data = dense_chunk(part, torch.float32), values(part)
-                checksum.add(chunk, *data)
-                message = chunk_message(chunk, *data)
-                yield message
-                policy.progressed()
-                moved(checksum.entries, len(message) + frames.FRAMING_BYTES)
-                sent += len(message)
-                rate = sent / max(time.monotonic() - began, 1e-6)
-                size = max(least, min(message_bytes(rate, _UPLOAD_CHUNK_SECONDS), sent // _SENT_BEFORE))
+            for dtype, run in runs:
+                while (start := self.span.start + checksum.entries) < run.end:
+                    part = Span(start, min(run.end, start + size // dtype.itemsize))
+                    chunk, data = dense_chunk(part, dtype), values(part, dtype)
+                    checksum.add(chunk, *data)
+                    message = chunk_message(chunk, *data)
+                    yield message
+                    policy.progressed()
+                    moved(checksum.entries, len(message) + frames.FRAMING_BYTES)
+                    sent += len(message)
+                    rate = sent / max(time.monotonic() - began, 1e-6)
+                    size = max(least, min(message_bytes(rate, _UPLOAD_CHUNK_SECONDS), sent // _SENT_BEFORE))
             for piece in frames.encode_bytes(buffers, least):
                 if piece.offset >= known_bytes:
                     yield pb.UploadModelRequest(buffers=piece).SerializeToString()
