@@ -98,7 +98,8 @@ class Stepper:
         """Replace the model by the server's, after joining, and begin to count samples."""
         self._samples = samples
         self.report = self._fetch_and_apply(adopt_buffers=True)
-        self._first_digest = self._cluster.replica.digest()
+        uploaded = b"" if self.report.pull_entries else self._membership.digest
+        self._first_digest = uploaded or self._cluster.replica.digest()
         if overlap:
             self.overlap = Overlap(self._model, self._groups, self._push_pull, self._gather, self._begin)
 

@@ -160,7 +160,7 @@ def _read(responses: Iterator[bytes]) -> _Part:
     model = DenseReader(Span(header.start, header.start + header.length))
     raw = frames.BytesReader(header.buffer_bytes, packed_bytes(specs))
     for data in responses:
-        message, values = split_values(data)
+        message, values = split_values(data, several=False)
         response = parse(message)
         kind = response.WhichOneof("message")
         if kind == "chunk":

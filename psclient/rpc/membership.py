@@ -62,6 +62,7 @@ class Membership:
         version: of shard 0, as of the last join.
         last_push_record: incarnation and step of the last push under this name that shard 0 knew at the first join.
         upload_bytes: message bytes of models sent.
+        digest: of the model with which this worker began the training by an upload; else empty.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Membership:
         self.joins = self.live_workers = self.first_step = self.version = self.upload_bytes = 0
         self.run_settings, self.run_finished = pb.RunSettings(), False
         self.last_push_record: tuple[str, int] | None = None
+        self.digest = b""
         codec = INDEX_CODECS.get(settings.index_codec)  # none: "auto"
         self._request = pb.JoinRequest(
             identity=self.identity,
@@ -329,7 +331,8 @@ class Membership:
         """Return the digest of a model with which a training begins; nothing where a training goes on."""
         if self._loaded is not None:
             return self._loaded.digest
-        return b"" if self.coordinator.has_base else self.replica.digest()
+        self.digest = b"" if self.coordinator.has_base else self.replica.digest()
+        return self.digest
 
     def leave(self) -> None:
         """End the lease everywhere; failures are of no consequence, the lease ends anyway."""

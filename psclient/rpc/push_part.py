@@ -6,9 +6,11 @@ from psclient.rpc.stall import OpenStream
 from pscore.model.sparse_slice import SparseSlice
 from pscore.telemetry.span import TraceSpan
 from pscore.wire import frames
+from pscore.wire.dense import message_bytes
 
-_TOGETHER_BYTES = 16 << 10  # of a field of a push that others may follow in the same message
-_MOST_TOGETHER = 64  # such fields
+_TOGETHER_BYTES = 16 << 10  # of fields of a push that are sent together on any link
+_TOGETHER_SECONDS = 0.02  # that the fields sent together may take on the link
+_MOST_TOGETHER = 64  # parts of fields
 
 
 @dataclass(slots=True)
@@ -22,25 +24,34 @@ class PushPart:
     generation: int
     trace: TraceSpan
     stream: OpenStream | None
+    link_bytes_per_second: float | None
     messages: list[bytes] = field(default_factory=list)
     segments: list[SparseSlice] = field(default_factory=list)
     checksum: frames.Checksum = field(default_factory=frames.Checksum)
     nbytes: int = 0
-    _pending: list[bytes] = field(default_factory=list)
+    _pending: list[bytes | memoryview] = field(default_factory=list)
+    _pending_bytes: int = 0
 
-    def add(self, data: bytes) -> int:
-        """Add a serialised field of :class:`pb.PushSparseRequest`; small ones are sent together. Return its bytes."""
-        if len(data) > _TOGETHER_BYTES and self._pending:
-            self.flush()  # the values of a large chunk are read from a message that has nothing else
-        self._pending.append(data)
-        if len(data) > _TOGETHER_BYTES or len(self._pending) > _MOST_TOGETHER:
+    def add(self, *parts: bytes | memoryview) -> int:
+        """Add a serialised field of :class:`pb.PushSparseRequest`, in parts end to end; return its bytes.
+
+        Fields are sent together: few bytes, or as many as the link carries in a moment.
+        """
+        size = sum(map(len, parts))
+        most = max(_TOGETHER_BYTES, message_bytes(self.link_bytes_per_second, _TOGETHER_SECONDS))
+        if self._pending and self._pending_bytes + size > most:
             self.flush()
-        return len(data)
+        self._pending += parts
+        self._pending_bytes += size
+        if self._pending_bytes >= most or len(self._pending) >= _MOST_TOGETHER:
+            self.flush()
+        return size
 
     def flush(self) -> None:
         """Send what has been added."""
         data = b"".join(self._pending)
         self._pending.clear()
+        self._pending_bytes = 0
         self.messages.append(data)
         self.nbytes += len(data) + frames.FRAMING_BYTES
         if self.stream is not None:

@@ -26,7 +26,16 @@ from pscore.telemetry import tracing
 from pscore.telemetry.span import TraceSpan
 from pscore.wire import frames
 from pscore.wire.codecs.names import INDEX_CODECS, VALUE_CODECS
-from pscore.wire.dense import bytes_of, chunk_message, cut, dense_chunk, field_bytes, split_values
+from pscore.wire.dense import (
+    bytes_of,
+    chunk_field,
+    chunk_message,
+    cut,
+    dense_chunk,
+    field_bytes,
+    message_bytes,
+    split_values,
+)
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
@@ -159,7 +168,9 @@ class ShardClient:
         trace = tracing.begin("push", shard=self.index)
         header.traceparent = trace.parent
         self.timing = PushTiming(len(plan))
-        self.unacked = PushPart(header.generation, trace, self._push_stream(idle_seconds))
+        self.unacked = PushPart(
+            header.generation, trace, self._push_stream(idle_seconds), self._uplink.bytes_per_second
+        )
         self.timing.opened = time.perf_counter()
         self.unacked.add(field_bytes(pb.PushSparseRequest.HEADER_FIELD_NUMBER, header))
 
@@ -186,7 +197,7 @@ class ShardClient:
         """Send one chunk of the open push, whose value bytes are ``values`` or its own."""
         part = self._open_part
         part.checksum.add(chunk, *values)
-        self.timing.group_bytes[chunk.group] += part.add(chunk_message(chunk, *values))
+        self.timing.group_bytes[chunk.group] += part.add(*chunk_field(chunk, *values))
         self.timing.left[chunk.group] = time.perf_counter() - self.timing.opened
 
     def hold(self, segment: SparseSlice) -> None:
@@ -236,10 +247,11 @@ class ShardClient:
         arrivals = [nanoseconds / 1e9 for nanoseconds in response.group_arrival_nanoseconds]  # after the header
         if stream is first and not response.repeated_push:
             self.timing.arrived = arrivals
-        before = 0.0  # a group cannot have taken longer than since the group before it was whole
+        before, with_header = 0.0, len(part.messages[0])  # bytes that were there with the header count for no time
         for nbytes, arrival in zip(self.timing.group_bytes, arrivals, strict=False):
-            self._uplink.update(nbytes, arrival - before)
-            before = max(before, arrival)
+            early = min(nbytes, with_header)
+            self._uplink.update(nbytes - early, arrival - before)  # not longer than since the group before was whole
+            before, with_header = max(before, arrival), with_header - early
         self.unacked = None
         part.trace.note(version=response.version, staleness=response.staleness)
         part.trace.end()
@@ -347,7 +359,7 @@ class ShardClient:
         for data in messages:
             began = min(began, time.perf_counter())
             received += len(data) + frames.FRAMING_BYTES
-            rest, values = split_values(data)
+            rest, values = split_values(data, several=True)
             response = pb.PullDiffResponse.FromString(rest)
             if response.HasField("header"):
                 if header.mode:
@@ -358,8 +370,8 @@ class ShardClient:
             if not header.mode:
                 raise ServerFaultError(f"{self.address} sent a reply without its header")
             started = time.perf_counter()
-            for chunk in response.chunks:
-                reader.read(chunk, *values)
+            for number, chunk in enumerate(response.chunks):
+                reader.read(chunk, *values[number : number + 1])
             decode_seconds += time.perf_counter() - started
             if response.HasField("so_far"):
                 reader.checksum.verify(response.so_far)
@@ -392,14 +404,17 @@ class ShardClient:
         request = pb.UploadModelRequest(header=header).SerializeToString()
         least = min(chunk_bytes, _LEAST_UPLOAD_BYTES)
 
-        def values(span: Span) -> list[memoryview]:
-            return [bytes_of(segment.values) for segment in replica.read(span)]
+        runs = [*replica.layout.dtype_runs(self.span)]
+
+        def values(span: Span, dtype: torch.dtype) -> list[memoryview]:
+            return [bytes_of(segment.values.to(dtype)) for segment in replica.read(span)]
 
         def known_part(known: pb.Commit) -> frames.Checksum:
             """Return the checksum of what the server has; of nothing where that is not the beginning of this model."""
-            checksum, end = frames.Checksum(), min(self.span.end, self.span.start + known.entries)
-            for part in cut(Span(self.span.start, end), _PIECE_ELEMENTS):
-                checksum.add(pb.Chunk(count=part.length), *values(part))
+            checksum, begun = frames.Checksum(), Span(self.span.start, self.span.start + known.entries)
+            for dtype, run in runs:
+                for part in cut(run.intersect(begun), _PIECE_ELEMENTS):
+                    checksum.add(pb.Chunk(count=part.length), *values(part, dtype))
             checksum.chunks = known.chunks
             return checksum if checksum.commit() == known else frames.Checksum()
 
@@ -407,18 +422,18 @@ class ShardClient:
             yield request
             checksum, size, sent, began = known_part(known.received), least, 0, time.monotonic()
             known_bytes = known.received_buffer_bytes if checksum.entries else 0
-            while (start := self.span.start + checksum.entries) < self.span.end:
-                part = Span(start, min(self.span.end, start + size // 4))
-                chunk, data = dense_chunk(part, torch.float32), values(part)
-                checksum.add(chunk, *data)
-                message = chunk_message(chunk, *data)
-                yield message
-                policy.progressed()
-                moved(checksum.entries, len(message) + frames.FRAMING_BYTES)
-                sent += len(message)
-                rate = sent / max(time.monotonic() - began, 1e-6)
-                most = min(chunk_bytes, int(_UPLOAD_CHUNK_SECONDS * rate), sent // _SENT_BEFORE)
-                size = max(least, most)
+            for dtype, run in runs:
+                while (start := self.span.start + checksum.entries) < run.end:
+                    part = Span(start, min(run.end, start + size // dtype.itemsize))
+                    chunk, data = dense_chunk(part, dtype), values(part, dtype)
+                    checksum.add(chunk, *data)
+                    message = chunk_message(chunk, *data)
+                    yield message
+                    policy.progressed()
+                    moved(checksum.entries, len(message) + frames.FRAMING_BYTES)
+                    sent += len(message)
+                    rate = sent / max(time.monotonic() - began, 1e-6)
+                    size = max(least, min(message_bytes(rate, _UPLOAD_CHUNK_SECONDS), sent // _SENT_BEFORE))
             for piece in frames.encode_bytes(buffers, least):
                 if piece.offset >= known_bytes:
                     yield pb.UploadModelRequest(buffers=piece).SerializeToString()

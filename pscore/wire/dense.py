@@ -6,6 +6,7 @@ by the library and the values from the message as it came.
 """
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import cast
 
 import numpy as np
@@ -24,6 +25,8 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 _CHUNK_TAG = bytes([pb.UploadModelRequest.CHUNK_FIELD_NUMBER << 3 | 2])  # the same in every stream
 _VALUES_TAG = bytes([pb.Chunk.VALUES_FIELD_NUMBER << 3 | 2])
 _SMALL_BYTES = 4 << 10  # of a message, from which the library's copies cost more than finding the values
+_MOST_FIELDS = 8  # of a message, that are searched for values
+_MOST_BYTES = (4 << 20) - (64 << 10)  # of a message; gRPC's own limit is 4 MiB
 
 
 def field_bytes(number: int, message: Message) -> bytes:
@@ -32,26 +35,52 @@ def field_bytes(number: int, message: Message) -> bytes:
     return bytes((number << 3 | 2,)) + _varint(len(data)) + data
 
 
-def chunk_message(chunk: pb.Chunk, *values: memoryview) -> bytes:
-    """Serialise a stream's message that has a chunk, whose value bytes are ``values``, end to end, or its own."""
+def chunk_field(chunk: pb.Chunk, *values: memoryview) -> list[bytes | memoryview]:
+    """Serialise a chunk as the field of a stream's message, in parts end to end; the value bytes are not copied.
+
+    These are ``values``, end to end, or those of the chunk itself.
+    """
     inner, size = chunk.SerializeToString(), sum(part.nbytes for part in values)
     if size:
         inner += _VALUES_TAG + _varint(size)
-    return b"".join((_CHUNK_TAG, _varint(len(inner) + size), inner, *values))
+    return [_CHUNK_TAG + _varint(len(inner) + size) + inner, *values]
 
 
-def split_values(raw: bytes) -> tuple[bytes, list[memoryview]]:
-    """Return a stream's serialised message without the value bytes of its chunk, and these bytes, not copied.
+def chunk_message(chunk: pb.Chunk, *values: memoryview) -> bytes:
+    """Serialise a stream's message that has a chunk, as :func:`chunk_field`, and nothing else."""
+    return b"".join(chunk_field(chunk, *values))
 
-    The list is empty where they stay in the message: they are few, not the chunk's last field, or not all of the rest.
+
+def message_bytes(link_bytes_per_second: float | None, seconds: float) -> int:
+    """Return how many bytes a message may have that takes so long on a link: up to 4 MiB; 0 on an unknown link."""
+    return min(_MOST_BYTES, int(seconds * (link_bytes_per_second or 0)))
+
+
+def split_values(raw: bytes, *, several: bool) -> tuple[bytes, list[memoryview]]:
+    """Return a stream's serialised message without the value bytes of its chunks, and these, not copied.
+
+    The list has those of the first chunks in order, or is empty. The bytes of a chunk stay in the message, and are
+    empty in the list, where they are few, or not the chunk's last field. ``several`` tells whether a message may have
+    other fields than a chunk; otherwise nothing is taken out of one that has others.
     """
-    _, start, end = next(fields(raw), (0, 0, 0))
-    if len(raw) < _SMALL_BYTES or end != len(raw) or raw[:start] != _CHUNK_TAG + _varint(end - start):
+    if len(raw) < _SMALL_BYTES:
         return raw, []
-    tag, first = _find_values(raw, start, end)
-    if tag == end:
+    parts: list[bytes] = []
+    values: list[memoryview] = []
+    tag = done = 0
+    for number, start, end in islice(fields(raw), _MOST_FIELDS if several else 1):
+        if number == pb.UploadModelRequest.CHUNK_FIELD_NUMBER:
+            if raw[tag:start] != _CHUNK_TAG + _varint(end - start) or not (several or end == len(raw)):
+                return raw, []
+            last, first = _find_values(raw, start, end)
+            if last < end:
+                parts += [raw[done:tag], _CHUNK_TAG + _varint(last - start), raw[start:last]]
+                done = end
+            values.append(memoryview(raw)[first:end])
+        tag = end
+    if not parts:
         return raw, []
-    return _CHUNK_TAG + _varint(tag - start) + raw[start:tag], [memoryview(raw)[first:]]
+    return b"".join((*parts, raw[done:])), values
 
 
 def _find_values(raw: bytes, position: int, end: int) -> tuple[int, int]:

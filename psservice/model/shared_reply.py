@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
-from pscore.wire.dense import bytes_of, chunk_message, field_bytes
+from pscore.wire.dense import bytes_of, chunk_field, field_bytes, message_bytes
 from pscore.wire.frames import WireForm
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 _CHECKED_BYTES = 1 << 20  # of an exact reply, after which the worker may verify what came so far
-_TOGETHER_BYTES = 64 << 10  # of a last chunk with which the commit travels
+_TOGETHER_BYTES = 64 << 10  # of chunks that are sent together on any link
+_TOGETHER_SECONDS = 0.02  # that the chunks sent together may take on the link
 _MOST_REPLIES = 4
 
 
@@ -54,38 +55,43 @@ class ReplyMessages:
 
 
 def _write(segments: Iterable[SparseSlice | pb.Chunk], form: WireForm, chunk_bytes: int) -> Iterator[bytes]:
-    """Write segments, or the chunks of a reply whose bytes are known, which needs no ``so_far``."""
-    checksum, unchecked, message = frames.Checksum(), 0, b""
+    """Write segments, or the chunks of a reply whose bytes are known, which needs no ``so_far``.
+
+    Chunks are sent together, as many as the link carries in a moment.
+    """
+    checksum, unchecked, size = frames.Checksum(), 0, 0
+    most = max(_TOGETHER_BYTES, message_bytes(form.link_bytes_per_second, _TOGETHER_SECONDS))
+    parts, so_far = list[bytes | memoryview](), checksum.commit()
     for segment in segments:
-        for each in _chunk_messages(segment, form, chunk_bytes, checksum):
-            if message:
-                yield message
-            message, unchecked = each, unchecked + len(each)
-            if isinstance(segment, SparseSlice) and unchecked >= _CHECKED_BYTES:
-                yield message
-                message, unchecked = field_bytes(pb.PullDiffResponse.SO_FAR_FIELD_NUMBER, checksum.commit()), 0
+        for written in _chunk_fields(segment, form, chunk_bytes, checksum):
+            nbytes = sum(map(len, written))
+            if parts and size + nbytes > most:
+                if isinstance(segment, SparseSlice) and unchecked >= _CHECKED_BYTES:
+                    parts.append(field_bytes(pb.PullDiffResponse.SO_FAR_FIELD_NUMBER, so_far))
+                    unchecked = 0
+                yield b"".join(parts)
+                parts, size = [], 0
+            parts += written
+            size, unchecked, so_far = size + nbytes, unchecked + nbytes, checksum.commit()
     commit = field_bytes(pb.PullDiffResponse.COMMIT_FIELD_NUMBER, checksum.commit())
-    if len(message) > _TOGETHER_BYTES:
-        yield message
-        message = b""
-    yield message + commit
+    yield b"".join((*parts, commit))
 
 
-def _chunk_messages(
+def _chunk_fields(
     segment: SparseSlice | pb.Chunk, form: WireForm, chunk_bytes: int, checksum: frames.Checksum
-) -> Iterator[bytes]:
+) -> Iterator[list[bytes | memoryview]]:
     if isinstance(segment, pb.Chunk):
         checksum.add(segment)
-        yield chunk_message(segment)
+        yield chunk_field(segment)
     elif form.value is None:  # the values' own dtype: their bytes are copied into the message and nowhere else
         for chunk, first in frames.chunks_without_values(segment, form, chunk_bytes):
             values = bytes_of(segment.values[first : first + chunk.count])
             checksum.add(chunk, values)
-            yield chunk_message(chunk, values)
+            yield chunk_field(chunk, values)
     else:
         for chunk, _ in frames.encode(segment, form, chunk_bytes=chunk_bytes):
             checksum.add(chunk)
-            yield chunk_message(chunk)
+            yield chunk_field(chunk)
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,7 @@ def parse(call: Call, raw: bytes) -> Message:
     """Parse and check one message of a call; raises :class:`Rejected`."""
     kind = _REQUESTS[call.rpc]
     if kind in (pb.PushSparseRequest, pb.UploadModelRequest):
-        raw, call.values = split_values(raw)
+        raw, call.values = split_values(raw, several=kind is pb.PushSparseRequest)
     bounds.require_few_fields(kind, raw)
     try:
         message = kind.FromString(raw)

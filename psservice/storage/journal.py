@@ -7,11 +7,12 @@ in any mode.
 
 import logging
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
+
+from isal.isal_zlib import crc32
 
 from psservice.storage.environment import Environment
 from psservice.storage.files import DISK, Files, StorageError
@@ -301,7 +302,7 @@ class SegmentReader:
         if end > self._size:  # before anything is allocated
             return f"a record of {length} bytes is cut by the end of the file"
         body = file.read(length)
-        if record_crc(length, kind, zlib.crc32(body)) != crc:
+        if record_crc(length, kind, crc32(body)) != crc:
             return f"the checksum of a record of {length} bytes does not hold"
         return Record(kind, body, offset, end)
 

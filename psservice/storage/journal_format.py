@@ -7,9 +7,10 @@ whether a torn tail was acknowledged.
 """
 
 import struct
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
+
+from isal.isal_zlib import crc32
 
 from psservice.storage.files import StorageError
 
@@ -54,13 +55,13 @@ class Body:
         """Add parts behind, without a copy."""
         crc = self.crc
         for part in parts:
-            crc = zlib.crc32(part, crc)
+            crc = crc32(part, crc)
         return Body((*self.parts, *parts), crc)
 
 
 def segment_head(mark: bytes) -> bytes:
     """Return the head of a segment with this mark."""
-    return _HEAD.pack(MAGIC, mark, zlib.crc32(MAGIC + mark))
+    return _HEAD.pack(MAGIC, mark, crc32(MAGIC + mark))
 
 
 def frame(mark: bytes, kind: int, body: Body) -> bytes:
@@ -71,4 +72,4 @@ def frame(mark: bytes, kind: int, body: Body) -> bytes:
 
 def record_crc(length: int, kind: int, body_crc: int) -> int:
     """Return the checksum of a record."""
-    return zlib.crc32(_CHECKED.pack(length, kind), body_crc)
+    return crc32(_CHECKED.pack(length, kind), body_crc)

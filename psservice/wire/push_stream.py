@@ -7,7 +7,7 @@ a client, and a replay of the journal reads by the same code.
 
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
@@ -73,10 +73,11 @@ def read_push(
     readers = [ChunkReader(group, checksum, origin=span.start) for group in plan]
     arrivals = [0] * len(plan)
     while request is not None:
-        for chunk, data in zip_longest(request.chunks, values()):
+        found = values()
+        for number, chunk in enumerate(request.chunks):
             if chunk.group >= len(plan):
                 raise Rejected(ErrorCode.BAD_CHUNK, f"group {chunk.group} of a plan of {len(plan)}")
-            readers[chunk.group].read(chunk, *(() if data is None else (data,)))
+            readers[chunk.group].read(chunk, *found[number : number + 1])
             arrivals[chunk.group] = clock() - started
         if request.HasField("commit"):
             checksum.verify(request.commit)

@@ -10,7 +10,18 @@ from hypothesis import strategies as st
 from pscore.model.layout import Span
 from pscore.wire import frames
 from pscore.wire.codecs.values import CODEC_OF_DTYPE
-from pscore.wire.dense import DenseReader, bytes_of, chunk_message, cut, dense_chunk, fields, split_values
+from pscore.wire.dense import (
+    DenseReader,
+    bytes_of,
+    chunk_field,
+    chunk_message,
+    cut,
+    dense_chunk,
+    field_bytes,
+    fields,
+    message_bytes,
+    split_values,
+)
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
@@ -50,9 +61,12 @@ def chunks_of(message):
 
 def whole(kind, raw):
     """A message as it is read here."""
-    rest, values = split_values(raw)
+    rest, values = split_values(raw, several=is_list(kind))
     message = kind.FromString(rest)
-    for chunk, data in zip(chunks_of(message), values, strict=bool(values)):
+    chunks = chunks_of(message)
+    assert len(values) <= len(chunks)
+    for chunk, data in zip(chunks, values, strict=False):
+        assert not (chunk.values and data)
         chunk.values = chunk.values or bytes(data)
     return message
 
@@ -66,9 +80,34 @@ def test_a_message_is_the_librarys_bytes(chunk, sizes, kind):
     assert written == with_chunk(kind, chunk).SerializeToString() == chunk_message(chunk)
     assert whole(kind, written) == with_chunk(kind, chunk)
     if len(chunk.values) >= 4096 and not chunk.indices:
-        rest, (values,) = split_values(written)
+        rest, (values,) = split_values(written, several=is_list(kind))
         assert len(rest) < 100
         assert values == chunk.values
+
+
+@given(st.lists(st.tuples(HEADS, SIZES), min_size=1, max_size=10), st.booleans(), st.booleans())
+@many
+def test_values_are_found_in_messages_of_several_chunks(drawn, begins, ends):
+    message = pb.PushSparseRequest(chunks=[head for head, _ in drawn])
+    for seed, (chunk, (_, size)) in enumerate(zip(message.chunks, drawn, strict=True)):
+        chunk.values = payload(size, seed)
+    fields_of = [chunk_field(chunk) for chunk in message.chunks]
+    if begins:
+        message.header.step = 3
+        fields_of.insert(0, [field_bytes(pb.PushSparseRequest.HEADER_FIELD_NUMBER, message.header)])
+    if ends:
+        message.commit.chunks = 2
+        fields_of.append([field_bytes(pb.PushSparseRequest.COMMIT_FIELD_NUMBER, message.commit)])
+    raw = b"".join(part for parts in fields_of for part in parts)
+    assert whole(pb.PushSparseRequest, raw) == message
+    large = [len(chunk.values) >= 4096 and len(chunk.indices) < 4096 for chunk in message.chunks][: 8 - begins]
+    _, values = split_values(raw, several=True)
+    assert [len(data) > 0 for data in values] == (large if any(large) else [])
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(None, 0), (1e6, 20_000), (1e9, (4 << 20) - (64 << 10))])
+def test_a_message_takes_so_long_and_is_smaller_than_the_largest_of_grpc(rate, expected):
+    assert message_bytes(rate, 0.02) == expected
 
 
 @given(st.data(), HEADS, SIZES, st.sampled_from(STREAMS))
@@ -82,6 +121,7 @@ def test_any_bytes_are_read_as_the_library_reads_them_or_refused_too(data, chunk
         raw[place : place + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4))
     if data.draw(st.booleans()):
         raw += data.draw(st.binary(max_size=10)) + kind(commit=pb.Commit(chunks=3)).SerializeToString()
+        raw += data.draw(st.just(b"") | st.just(bytes(raw)))
 
     def outcome(read):
         try:
@@ -117,7 +157,7 @@ def test_a_model_arrives_as_it_was_sent(dtype, length, elements):
         data = bytes_of(model[part.start - 7 : part.end - 7])
         chunk = dense_chunk(part, dtype)
         sender.add(chunk, data)
-        head, values = split_values(chunk_message(chunk, data))
+        head, values = split_values(chunk_message(chunk, data), several=False)
         reader.read(pb.UploadModelRequest.FromString(head).chunk, *values)
     reader.checksum.verify(sender.commit())
     reader.require_complete()

@@ -10,6 +10,7 @@ from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
 from pscore.wire.frames import WireForm
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model.shared_reply import ReplyMessages, SharedReplies, SharedReply
 from psservice.shard.pull import _link_class
 from tests.psservice.service_makers import F32, Link, chunks_of, layout_of, new_replica, shard_of, sparse_push, writing
@@ -93,8 +94,26 @@ def test_messages_are_written_once_and_read_by_all(confirmed):
         first, *others = pool.map(lambda _: list(messages), range(4))
     assert all(each == first for each in others)
     assert len(written) == len(parts)
-    assert len(first) == 16 + 3 * confirmed  # fifteen chunks, a commit for each full MiB, and the last
+    responses = [pb.PullDiffResponse.FromString(data) for data in first]
+    assert [len(response.chunks) for response in responses] == [1] * 15
+    assert sum(response.HasField("so_far") for response in responses) == 3 * confirmed  # one for each full MiB
+    assert [response.HasField("commit") for response in responses] == [False] * 14 + [True]
     assert len(list(messages)) == len(first)
+
+
+@pytest.mark.parametrize(("rate", "chunks"), [(0.0, [1] * 8), (150e6, [2] * 4), (1e9, [3, 3, 2])])
+def test_a_message_has_the_chunks_that_the_link_carries_in_a_moment(rate, chunks):
+    whole = SparseSlice(Span(0, 8 << 18), None, torch.randn(8 << 18))
+    messages = ReplyMessages([whole], WireForm(link_bytes_per_second=rate), 1 << 20)
+    checksum, found = frames.Checksum(), []
+    for data in messages:
+        response = pb.PullDiffResponse.FromString(data)
+        for chunk in response.chunks:
+            checksum.add(chunk)
+        checksum.verify(response.commit if response.HasField("commit") else response.so_far)
+        found.append(len(response.chunks))
+    assert found == chunks
+    assert response.HasField("commit")
 
 
 def test_a_reply_that_could_not_be_written_is_made_anew():

@@ -63,6 +63,16 @@ def test_exact_replica_equals_server_bit_for_bit(dtype):
             assert_same_parameters(model, server.server)
 
 
+def test_a_model_is_uploaded_in_the_dtypes_of_its_parameters():
+    dtypes = [torch.bfloat16, torch.float32, torch.float16, torch.bfloat16]
+    with LocalServer(shards=2) as server:
+        model = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(150_000, dtype=dtype)) for dtype in dtypes)
+        with psclient.ASGD(model.parameters(), lr=0.1, model=model, server=server, worker="a", settings=QUICK) as one:
+            assert_same_parameters(model, server.server)
+            nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
+            assert nbytes < one.totals.upload_bytes < 1.01 * nbytes
+
+
 def test_two_shards_give_the_same_parameters_as_one():
     def run(shards: int) -> dict[str, torch.Tensor]:
         with LocalServer(down_mode="exact", shards=shards) as server:
