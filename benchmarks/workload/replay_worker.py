@@ -42,13 +42,6 @@ class ReplayWorker:
         self._push = pb.PushSparseRequest.FromString(messages[1])
         self._rest = messages[2:]
         self._pull = pb.PullDiffRequest(has_base=True)
-        push, pull = f"{SERVICE}/PushSparse", f"{SERVICE}/PullDiff"
-        if OPEN_STREAMS:
-            self._pushes = self._channel.stream_stream(push)()
-            self._pulls = self._channel.stream_stream(pull)()
-        else:
-            self._push_call = self._channel.stream_unary(push)
-            self._pull_call = self._channel.unary_stream(pull)
         self.received = 0
 
     async def join(self) -> None:
@@ -64,6 +57,13 @@ class ReplayWorker:
         for message in (self._push.header, self._pull):
             message.identity.CopyFrom(identity)
             message.generation, message.base_version = joined.generation, joined.version
+        push, pull = f"{SERVICE}/PushSparse", f"{SERVICE}/PullDiff"
+        if OPEN_STREAMS:
+            self._pushes = self._channel.stream_stream(push)()
+            self._pulls = self._channel.stream_stream(pull)()
+        else:
+            self._push_call = self._channel.stream_unary(push)
+            self._pull_call = self._channel.unary_stream(pull)
 
     async def push(self) -> None:
         """Push; returns when the server has applied it."""

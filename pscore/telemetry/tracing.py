@@ -80,7 +80,9 @@ def traced(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Param
     def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         @functools.wraps(function)
         def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-            with span(name):
+            if _spans is None:
+                return function(*args, **kwargs)
+            with _spans.body(name, {}):
                 return function(*args, **kwargs)
 
         @functools.wraps(function)

@@ -118,8 +118,8 @@ class Call:
     received_bytes: int = 0
     arrived_nanoseconds: int = 0
     values: Sequence[memoryview] = ()
-    on_received: Callable[[int], None] = lambda nbytes: None
-    on_sent: Callable[[int], None] = lambda nbytes: None
+    on_received: Callable[[int], None] | None = None
+    on_sent: Callable[[int], None] | None = None
 
 
 def handlers_of(calls: object) -> dict[str, Handler]:
@@ -148,8 +148,7 @@ def check(call: Call, message: Message) -> None:
     A message of a stream is charged here for what is decoded of it, before its reader has it. Raises :class:`Rejected`.
     """
     named: Any = getattr(message, "header", message)
-    parent = getattr(named, "traceparent", "")
-    if parent and call.span is NO_SPAN:
+    if call.span is NO_SPAN and (parent := getattr(named, "traceparent", "")):
         call.span = tracing.continued(call.rpc, parent)
     bounds.require(message)
     if call.caller.worker and "identity" in named.DESCRIPTOR.fields_by_name and named.identity.worker_id:

@@ -9,7 +9,6 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.member import Member
 from psservice.cluster.run import RunState, added
 from psservice.model.update.base import PushContext
-from psservice.policy.staleness import StalenessScaling
 from psservice.recovery.replayer import on_device
 from psservice.sampling.codec import finished_of
 from psservice.sampling.dataset import Share
@@ -19,14 +18,18 @@ from psservice.storage.journal_format import Body
 from psservice.types import Identity, PushAnswer
 
 
-def check_push(shard: Shard, identity: Identity, step: int) -> None:
-    """Refuse at the header what need not be received: draining, no lease, a new push too far ahead of the others."""
+def check_push(shard: Shard, identity: Identity, step: int) -> Member:
+    """Refuse at the header what need not be received: draining, no lease, a new push too far ahead of the others.
+
+    Return the member whose push this is.
+    """
     shard.drain_gate.require_open()
     member = shard.leases.require(identity)
     if step > shard.dedup.record(identity).step and shard.run.state is RunState.TRAINING:
         _require_in_step(shard, member)
         if shard.synchronizer is not None:
             shard.synchronizer.require_turn(identity)
+    return member
 
 
 def apply_push(
@@ -73,14 +76,14 @@ def _apply(
     shard.admission.require_fresh(staleness, in_rounds=in_rounds)
     _require_in_step(shard, member)
     shard.admission.require_small(norm)
-    factor, settings = 1.0, shard.settings
-    scaling = StalenessScaling(settings.staleness_step == "adaptive", settings.rescale_speed)
-    if scaling.is_on and model.mode.is_asynchronous:
+    factor = 1.0
+    if shard.scaling.is_on and model.mode.is_asynchronous:
         intervals = [other.interval_seconds for other in shard.leases.members()]
-        factor = scaling.factor(staleness, member.interval_seconds, intervals)
+        factor = shard.scaling.factor(staleness, member.interval_seconds, intervals)
     datasets = shard.datasets.finish(identity, finished)
 
-    shard.durability.events.pushed(body, PushAnswer(model.version + 1, staleness, 0, factor))
+    if body is not None:
+        shard.durability.events.pushed(body, PushAnswer(model.version + 1, staleness, 0, factor))
 
     started = time.perf_counter_ns()
     with shard.apply_thread.all_or_stop():

@@ -24,6 +24,7 @@ from psservice.model.training_mode import TrainingMode
 from psservice.observability.metrics import Metrics
 from psservice.policy.admission import Admission
 from psservice.policy.reply_mode import ReplyRule
+from psservice.policy.staleness import StalenessScaling
 from psservice.recovery.capture import Content
 from psservice.recovery.durability import Durability
 from psservice.recovery.final_model import FinalModel, ModelCopy
@@ -79,6 +80,7 @@ class Shard:
         self.admission = Admission(
             settings.max_staleness, settings.ssp_bound if self.is_coordinator else 0, settings.max_update_norm
         )
+        self.scaling = StalenessScaling(settings.staleness_step == "adaptive", settings.rescale_speed)
         self.topk = TopKSettings(
             settings.down_density,
             settings.down_dense_below,
@@ -125,7 +127,7 @@ class Shard:
         """Replace the model; while nothing is served, or the apply thread is held."""
         events = self.durability.events
         self.synchronizer = synchronizer_for(model, self.leases, events, self.apply_thread, self.metrics)
-        self.metrics.version.set(model.version)
+        self.metrics.version = model.version
 
     def is_alone(self, identity: Identity) -> bool:
         """Tell whether there is no model and no worker but this one, which may then change what was agreed on."""
