@@ -87,6 +87,9 @@ def traced(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Param
 
         @functools.wraps(function)
         def iterate(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Iterator[Any]:
+            return cast("Iterator[Any]", function(*args, **kwargs)) if _spans is None else spanned(*args, **kwargs)
+
+        def spanned(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Iterator[Any]:
             opened = begin(name)
             try:
                 yield from cast("Iterator[Any]", function(*args, **kwargs))

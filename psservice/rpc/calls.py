@@ -23,6 +23,8 @@ from psservice.types import Identity
 SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
 _REQUESTS: dict[str, type[Message]] = {method.name: getattr(pb, method.input_type.name) for method in SERVICE.methods}
 
+_HAVE_HEADERS = frozenset(rpc for rpc, kind in _REQUESTS.items() if "header" in kind.DESCRIPTOR.fields_by_name)
+
 Answer: TypeAlias = Message | Generator[Any, None, None]
 """One message, or those of a stream."""
 
@@ -147,7 +149,7 @@ def check(call: Call, message: Message) -> None:
 
     A message of a stream is charged here for what is decoded of it, before its reader has it. Raises :class:`Rejected`.
     """
-    named: Any = getattr(message, "header", message)
+    named: Any = message.header if call.rpc in _HAVE_HEADERS else message  # type: ignore[attr-defined]
     if call.span is NO_SPAN and (parent := getattr(named, "traceparent", "")):
         call.span = tracing.continued(call.rpc, parent)
     bounds.require(message)

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -45,6 +45,9 @@ from psservice.types import Identity
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+_OneMessage: TypeAlias = Callable[[Call, Message], Answer]
+_InParts: TypeAlias = Callable[[Call], StreamReader]
 
 _SMALL_BYTES = 16 << 10  # of a message of a push that is little work
 _LANE_THREADS = {Lane.LEASE: 2, Lane.JOIN: 2, Lane.OPERATOR: 4}
@@ -173,7 +176,7 @@ class Dispatcher:
             call.span = tracing.continued(rpc, parent)
         loop, task = asyncio.get_running_loop(), cast("asyncio.Task[Any]", asyncio.current_task())
         observe = self._metrics.call_seconds.of(rpc).observe
-        opened = OpenCall(call, context, rule, self._pools[rule.lane], observe, loop, task, loop.time())
+        opened = OpenCall(call, context, rule, self._pools[rule.lane], observe, loop, task, time.monotonic())
         self.open_calls.add(opened)
         self._silent[opened] = None
         silent = len(self._silent)
@@ -206,7 +209,7 @@ class Dispatcher:
                 status = error.reason.status_name if isinstance(error, Rejected) else type(error).__name__
             raise
         finally:
-            opened.observe(opened.loop.time() - opened.started)
+            opened.observe(time.monotonic() - opened.started)
             if (span := opened.call.span) is not NO_SPAN:
                 span.note(status=status)
                 span.end("" if status == "OK" else status)
@@ -222,7 +225,7 @@ class Dispatcher:
         while (first := await self._read_idle(opened)) is not None:
             self._authenticator.admit(metadata, rpc, opened.rule.role)  # a token may be withdrawn
             opened.call = Call(rpc, opened.call.caller)
-            opened.started, opened.is_answered = opened.loop.time(), False
+            opened.started, opened.is_answered = time.monotonic(), False
             await self._measured(opened, answer(opened, handler, first))
 
     async def _read_whole(self, opened: OpenCall, handler: Handler) -> Answers:
@@ -238,11 +241,11 @@ class Dispatcher:
             raise Rejected(ErrorCode.BAD_REQUEST, f"{opened.call.rpc} takes exactly one message")
         with self._request_budget.open() as reservation:
             reservation.add(received_bytes(len(raw)))
-            return await self._in_thread(opened, partial(reply_to, opened.call, _one(handler), raw))
+            return await self._in_thread(opened, partial(reply_to, opened.call, cast(_OneMessage, handler), raw))
 
     async def _in_turn(self, opened: OpenCall, handler: Handler, raw: bytes) -> Answers:
         """Answer a request of a stream, once the push that it comes behind is applied."""
-        work = partial(reply_to, opened.call, _one(handler), raw)
+        work = partial(reply_to, opened.call, cast(_OneMessage, handler), raw)
         early: NotYetError | None = None
         if self._stands_in(opened):
             try:
@@ -275,7 +278,7 @@ class Dispatcher:
     async def _read_stream(self, opened: OpenCall, handler: Handler, raw: bytes | None) -> Answers:
         """Send the messages of a request into a reader, each as it arrives; ``raw`` is the first."""
         call = opened.call
-        reading = cast(Callable[[Call], StreamReader], handler)(call)
+        reading = cast(_InParts, handler)(call)
         try:
             next(reading)
             while True:
@@ -336,7 +339,7 @@ class Dispatcher:
         if (other := self._idle.get(key)) is not None:
             other.cut("gave_way")
         self._idle[key], opened.is_idle = opened, True
-        opened.started = opened.loop.time()
+        opened.started = time.monotonic()
         try:
             raw = await opened.wait(opened.context.read(), math.inf, "")
         finally:
@@ -350,7 +353,7 @@ class Dispatcher:
         while True:
             await asyncio.sleep(self._settings.stream_idle_seconds / 4)
             for opened in list(self._idle.values()):
-                silent = opened.loop.time() - opened.started
+                silent = time.monotonic() - opened.started
                 if silent > self._settings.stream_idle_seconds and not opened.call.has_lease():
                     opened.cut("idle_request")
 
@@ -363,7 +366,7 @@ class Dispatcher:
             idle = seconds
         if self._stopping and idle > _STOP_SECONDS:
             idle = _STOP_SECONDS
-        now, end = opened.loop.time(), opened.started + self._settings.stream_seconds
+        now, end = time.monotonic(), opened.started + self._settings.stream_seconds
         until, why = (now + idle, f"idle_{what}") if now + idle <= end else (end, "too_long")
         return opened.wait(client, until, why)
 
@@ -408,11 +411,6 @@ class Dispatcher:
                 raise
         finally:
             pool.at_work -= 1
-
-
-def _one(handler: Handler) -> Callable[[Call, Message], Answer]:
-    """Return the handler of a call of one message as such."""
-    return cast(Callable[[Call, Message], Answer], handler)
 
 
 def _copy(ended: "Future[Result]", done: "asyncio.Future[Result]") -> None:

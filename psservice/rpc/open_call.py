@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ class Pool:
 
 @dataclass(slots=True, eq=False)
 class OpenCall:
-    """The event loop's side of a call. Times are those of the loop's clock, in seconds.
+    """The event loop's side of a call. Times are those of ``time.monotonic``, which is asyncio's clock.
 
     A timer that is set anew at every wait would cost more than most waits. So a call has one timer for all waits: when
     it ends, it compares with the wait that goes on then.
@@ -79,7 +80,7 @@ class OpenCall:
         self.timer = None
         if self.until is None or self.until == math.inf:
             return
-        if self.until > self.loop.time():
+        if self.until > time.monotonic():
             self._set_timer(self.until)
         else:
             self.cut()

@@ -109,6 +109,8 @@ class Shard:
     @property
     def span(self) -> Span:
         """The shard's part of the layout; raises :class:`Rejected` (``NOT_INITIALISED``) before the first join."""
+        if (model := self.model) is not None:
+            return model.span
         if self.layout is None:
             raise Rejected(ErrorCode.NOT_INITIALISED, "no worker has joined yet, so the model is not known")
         return self.layout.shard_spans(self.settings.num_shards)[self.settings.shard_index]
@@ -120,8 +122,11 @@ class Shard:
 
     def is_small(self) -> bool:
         """Tell whether anything that is done with all parameters is little work, and nothing waits for a disk."""
-        model = self.model
-        return model is not None and model.span.length <= _SMALL_ELEMENTS and not self.durability.events.must_wait
+        synchronizer = self.synchronizer
+        if synchronizer is None or self.durability.events.must_wait:
+            return False
+        span = synchronizer.model.span
+        return span.end - span.start <= _SMALL_ELEMENTS
 
     def set_model(self, model: ModelShard) -> None:
         """Replace the model; while nothing is served, or the apply thread is held."""
