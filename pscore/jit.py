@@ -38,7 +38,7 @@ class compiled(Generic[P, R]):  # noqa: N801 - a decorator
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the loop."""
-        result: R = self.dispatcher(*args, **kwargs)
+        result: R = (self._dispatcher or self.dispatcher)(*args, **kwargs)
         return result
 
     @property

@@ -4,9 +4,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from pscore.telemetry import tracing
@@ -44,6 +44,7 @@ class ApplyThread:
         self.failed = self.held = self._closed = False
         self._closing = threading.Lock()
         self._turn, self._owner = threading.Lock(), 0  # the thread that may change the parameters now
+        self._whole_changes = _WholeChanges(self)
         self._thread = environment.start(self._work, "apply-thread")
 
     @property
@@ -51,27 +52,27 @@ class ApplyThread:
         """Jobs waiting."""
         return self._jobs.qsize()
 
-    @contextmanager
-    def stand_in(self) -> Iterator[bool]:
-        """Make the caller's thread the apply thread for the body, if no job runs or waits; tell whether that is so.
+    def stand_in(self) -> bool:
+        """Make the caller's thread the apply thread until :meth:`stand_down`, if no job runs or waits; tell whether so.
 
         What is little work is done faster without a way to another thread and back.
         """
-        if self._thread is None or self.queued or not self._turn.acquire(blocking=False):
-            yield False
-            return
-        try:
-            self._owner = threading.get_ident()
-            self._waited(0.0)
-            yield True
-        finally:
-            self._owner = 0
-            self._turn.release()
+        if self._thread is None or self._jobs.queue or not self._turn.acquire(False):
+            return False
+        self._owner = threading.get_ident()
+        self._waited(0.0)
+        return True
+
+    def stand_down(self) -> None:
+        """Let the apply thread run jobs again; after :meth:`stand_in`, in the same thread."""
+        self._owner = 0
+        self._turn.release()
 
     def run(self, job: Callable[[], Result]) -> Result:
         """Run ``job`` on the apply thread; return its result or raise its error (``BUSY``: the queue is full)."""
         if self._thread is None or self._owner == threading.get_ident():
-            self._require_open()
+            if self.failed or self.held or self._closed:
+                self._require_open()
             return job()
         future: Future[Result] = Future()
         with self._closing:
@@ -102,22 +103,20 @@ class ApplyThread:
                 ErrorCode.DRAINING, "an update failed half-way; the shard stops, and recovers when it starts"
             )
 
-    @contextmanager
-    def all_or_stop(self) -> Iterator[None]:
+    def all_or_stop(self) -> AbstractContextManager[None]:
         """Stop the shard where the block, a journaled change, fails with another error than :class:`Rejected`."""
-        try:
-            yield
-        except Rejected:
-            raise
-        except BaseException:
-            first, self.failed = not self.failed, True
-            if first:
-                log.critical(
-                    "an update failed half-way: the shard stops; started again, it recovers from its data directory",
-                    exc_info=True,
-                )
-                self._on_failure()
-            self.require_whole()
+        return self._whole_changes
+
+    def fail(self, error: BaseException) -> None:
+        """Run no job any more, because a change has failed half-way; raises :class:`Rejected` (``DRAINING``)."""
+        first, self.failed = not self.failed, True
+        if first:
+            log.critical(
+                "an update failed half-way: the shard stops; started again, it recovers from its data directory",
+                exc_info=error,
+            )
+            self._on_failure()
+        self.require_whole()
 
     def close(self) -> None:
         """Finish the queue and stop the thread; later jobs are refused."""
@@ -145,3 +144,17 @@ class ApplyThread:
             except BaseException as error:
                 future.set_exception(error)
             del entry, job, future  # or the thread keeps what they refer to until the next job
+
+
+class _WholeChanges(AbstractContextManager[None]):
+    """A context whose failure, but a refusal, ends the thread's work."""
+
+    def __init__(self, apply_thread: ApplyThread) -> None:
+        self._apply_thread = apply_thread
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, Rejected):
+            self._apply_thread.fail(error)

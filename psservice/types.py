@@ -1,10 +1,10 @@
 """Values that several rooms exchange."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(NamedTuple):
     """A worker's name, and the UUID of one life of the process behind that name."""
 
     worker_id: str

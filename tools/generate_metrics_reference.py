@@ -9,7 +9,8 @@ from pathlib import Path
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
 
-from psservice.observability.metrics import Metrics, ReadMetric
+from psservice.observability.metrics import Metrics
+from psservice.observability.request_metrics import ReadMetric, RequestHistogram
 from tools.generated import keep
 
 TARGET = Path(__file__).parent.parent / "docs" / "metrics.md"
@@ -41,9 +42,11 @@ def exposed_name(metric: Metric) -> str:
 def declared_labels(metrics: Metrics) -> dict[str, tuple[str, ...]]:
     """Return the labels of each metric that has any, but a histogram's ``le``; by the metric's name in the library."""
     found = {}
-    for declared in vars(metrics).values():
+    for declared in [*vars(metrics).values(), *metrics.read]:
         if isinstance(declared, Counter | Gauge | Histogram):
             found[declared._name] = tuple(declared._labelnames)
+        elif isinstance(declared, RequestHistogram):
+            found[declared.name] = declared.labels
         elif isinstance(declared, ReadMetric):
             (metric,) = declared.collect()
             found[metric.name] = tuple(metric.samples[0].labels)

@@ -49,13 +49,6 @@ class ReplayWorker:
         self._push = pb.PushSparseRequest.FromString(messages[1])
         self._rest = messages[2:]
         self._pull = pb.PullDiffRequest(has_base=True)
-        push, pull = f"{SERVICE}/PushSparse", f"{SERVICE}/PullDiff"
-        if OPEN_STREAMS:
-            self._pushes = self._channel.stream_stream(push)()
-            self._pulls = self._channel.stream_stream(pull)()
-        else:
-            self._push_call = self._channel.stream_unary(push)
-            self._pull_call = self._channel.unary_stream(pull)
         self.sent = self.received = self.staleness = 0
         self.pushed = 0.0
 
@@ -72,6 +65,13 @@ class ReplayWorker:
         for message in (self._push.header, self._pull):
             message.identity.CopyFrom(identity)
             message.generation, message.base_version = joined.generation, joined.version
+        push, pull = f"{SERVICE}/PushSparse", f"{SERVICE}/PullDiff"
+        if OPEN_STREAMS:
+            self._pushes = self._channel.stream_stream(push)()
+            self._pulls = self._channel.stream_stream(pull)()
+        else:
+            self._push_call = self._channel.stream_unary(push)
+            self._pull_call = self._channel.unary_stream(pull)
 
     def load(self, messages: Sequence[bytes]) -> None:
         """Replay another push of the same groups from now on; messages as at first."""

@@ -147,4 +147,4 @@ class InProcessShard:
 
     def _pull(self, base_version: int | None, *, image: bool) -> Reply:
         request = PullRequest(base_version, self._acknowledged, image)
-        return pull(self.shard, self.identity, self.generation, request)
+        return pull(self.shard, self.shard.leases.require(self.identity), self.generation, request)

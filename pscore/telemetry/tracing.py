@@ -80,11 +80,16 @@ def traced(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Param
     def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         @functools.wraps(function)
         def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-            with span(name):
+            if _spans is None:
+                return function(*args, **kwargs)
+            with _spans.body(name, {}):
                 return function(*args, **kwargs)
 
         @functools.wraps(function)
         def iterate(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Iterator[Any]:
+            return cast("Iterator[Any]", function(*args, **kwargs)) if _spans is None else spanned(*args, **kwargs)
+
+        def spanned(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Iterator[Any]:
             opened = begin(name)
             try:
                 yield from cast("Iterator[Any]", function(*args, **kwargs))

@@ -100,15 +100,8 @@ class Server:
             raise StartError(str(error)) from error
         self.shard.durability.checkpoints.keys = authenticator.server_keys
         operators = OperatorCalls(self.shard, self.update_health, self._ask_to_stop)
-        self._dispatcher = Dispatcher(
-            handlers_of(WorkerCalls(self.shard)) | handlers_of(operators),
-            authenticator,
-            settings,
-            self._metrics,
-            self.shard.drain_gate.track,
-            self.shard.apply_thread,
-            self.shard.is_small,
-        )
+        handlers_by_rpc = handlers_of(WorkerCalls(self.shard)) | handlers_of(operators)
+        self._dispatcher = Dispatcher(handlers_by_rpc, authenticator, self.shard)
         bind_metrics(self.shard)
         handlers = [self._dispatcher.service, self._health.handler()]
         is_local = is_loopback(split_address(settings.listen)[0])

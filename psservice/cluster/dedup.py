@@ -43,7 +43,8 @@ class Dedup:
             if record is None:
                 self.drop_old()
                 record = self._records[identity] = PushRecord()
-            self._use(identity, record)
+            record.used = self._leases.clock()
+            self._records.move_to_end(identity)
             return record
 
     def remember_push(self, identity: Identity, step: int, answer: PushAnswer, own: OwnVersions) -> None:
@@ -86,12 +87,8 @@ class Dedup:
                 if record.used > oldest and len(self._records) <= MOST_RECORDS + len(self._leases):
                     return
                 if self._leases.is_live(identity):
-                    self._use(identity, record)
+                    self.record(identity)
                     continue
                 del self._records[identity]
                 if self._last_pushes.get(identity.worker_id, ("", 0))[0] == identity.incarnation:
                     del self._last_pushes[identity.worker_id]
-
-    def _use(self, identity: Identity, record: PushRecord) -> None:
-        record.used = self._leases.clock()
-        self._records.move_to_end(identity)

@@ -1,14 +1,14 @@
 """The gate in front of everything that changes a shard: closed while the server is drained."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from pscore.wire.errors import ErrorCode, Rejected
 
 
 class DrainGate:
     """Counts the calls that may change the shard, and refuses new changes while ``is_closed``, set from any thread.
+
+    A call is counted while the call is in the gate's context.
 
     A call is counted before the call asks whether the gate is open. So once the gate is closed and the count has
     reached zero, no worker changes the shard any more.
@@ -19,16 +19,13 @@ class DrainGate:
         self.in_flight = 0
         self.is_closed = False
 
-    @contextmanager
-    def track(self) -> Iterator[None]:
-        """Count a call for as long as the context lasts."""
+    def __enter__(self) -> None:
         with self._lock:
             self.in_flight += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self.in_flight -= 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self.in_flight -= 1
 
     def require_open(self) -> None:
         """Raise :class:`Rejected` (``DRAINING``) while the gate is closed."""

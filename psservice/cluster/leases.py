@@ -36,7 +36,8 @@ class ServingClock:
         """Return the seconds that have counted."""
         with self._lock:
             now = self._clock()
-            self._time += min(now - self._read, self._longest_gap)
+            gap = now - self._read
+            self._time += gap if gap < self._longest_gap else self._longest_gap
             self._read = now
             return self._time
 
@@ -82,18 +83,21 @@ class Leases:
 
     def require(self, identity: Identity) -> Member:
         """Return the live member and renew the lease; raises :class:`Rejected` (``LEASE_EXPIRED``, ``EVICTED``)."""
+        worker_id = identity.worker_id
         with self._lock:
             now = self.clock()
             if self._bans:
-                self._require_no_ban(identity.worker_id)
-            member = self._find(identity, now)
-            if member is None:
+                self._require_no_ban(worker_id)
+            member = self._members.get(worker_id)
+            if member is None or member.identity != identity or member.lease_end <= now:
                 raise Rejected(
                     ErrorCode.LEASE_EXPIRED,
-                    f"worker {identity.worker_id!r} ({identity.incarnation}) has no lease here",
-                    worker=identity.worker_id,
+                    f"worker {worker_id!r} ({identity.incarnation}) has no lease here",
+                    worker=worker_id,
                 )
-            return self._renewed(member, now)
+            member.lease_end = now + self.lease_seconds
+            self._members.move_to_end(worker_id)
+            return member
 
     def received(self, identity: Identity, nbytes: int) -> None:
         """Count bytes of a stream; they renew a lease that has not ended."""

@@ -28,6 +28,8 @@ Reserve = Callable[[int], None]
 Entries = tuple[torch.Tensor, torch.Tensor]
 """Offsets (int64 ``[k]``, ascending) and their fp32 values."""
 
+_NOTHING: Entries = torch.empty(0, dtype=torch.int64), torch.empty(0)
+
 SPARSE_ENTRY_BYTES = 24
 """Of an answer while it is made: int64 offset, fp32 value, and as they are written."""
 
@@ -110,6 +112,8 @@ class ExactReplies:
 
         def read() -> tuple[int, int, Entries | None]:
             changes = model.changelog.after(position)
+            if not changes and changes is not None:
+                return position, model.version, _NOTHING
             late = None
             if changes is not None:
                 most = most_changed(changes, model.span.length)

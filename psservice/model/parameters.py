@@ -84,7 +84,8 @@ class ModelShard:
                 ErrorCode.BAD_REQUEST,
                 f"a push brings {len(rates)} group_rates; the run's update rule has {len(agreed)}",
             )
-        context = replace(context, group_rates=rates)
+        if rates != context.group_rates:
+            context = replace(context, group_rates=rates)
         if push is not None:
             push = self._corrected(push, context)
         if self.round is None:

@@ -4,17 +4,17 @@ Events are counted where they happen; states (a queue's length, a bound) are rea
 (:func:`psservice.rpc.status.bind_metrics`). docs/metrics.md is generated from what this file declares.
 """
 
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
-from prometheus_client.core import CounterMetricFamily, InfoMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
 from pscore.wire.errors import ErrorCode
+from psservice.observability.request_metrics import ReadMetric, RequestHistogram, Traffic, labelled
 from psservice.types import PushAnswer
 
 _STALENESS_BUCKETS = (0, *(1 << power for power in range(17)))  # to 65,536: SparsepsStalenessHigh asks for 32,768
@@ -27,71 +27,80 @@ _COUNTED_CALLS = ("PushSparse", "PullDiff", "ExchangeBuffers")
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series beside each counter and histogram, which nothing reads
 
 
-class ReadMetric(Collector):
-    """A metric whose value another object has, read on request; ``value`` until :meth:`set_function` is called."""
-
-    def __init__(self, family: Callable[[Any], Metric], value: Any, registry: CollectorRegistry) -> None:
-        self._family = family
-        self._read: Callable[[], Any] = lambda: value
-        registry.register(self)
-
-    def set_function(self, read: Callable[[], Any]) -> None:
-        """Read the value by this function from now on."""
-        self._read = read
-
-    def collect(self) -> Iterable[Metric]:
-        """Read the value."""
-        return [self._family(self._read())]
-
-
-def count_of(counter: Counter, rpc: str) -> int:
-    """Return a counter's value for one kind of call."""
-    (metric,) = counter.labels(rpc=rpc).collect()
-    return int(metric.samples[0].value)
-
-
 class Metrics:
-    """All metrics of a shard; their names begin with ``psservice_``."""
+    """All metrics of a shard; their names begin with ``psservice_``.
+
+    Attributes:
+        version: the shard's.
+        pushes: applied.
+        pulls: answered, by the reply's mode.
+        traffic: by kind of call, of those that move parameters or buffers.
+    """
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
-        histogram = partial(Histogram, registry=registry)
 
-        self.pushes = counter("psservice_pushes", "Pushes applied")
+        def read(family: Callable[..., Any], name: str, documentation: str, value: Callable[[], Any]) -> ReadMetric:
+            return ReadMetric(partial(family, name, documentation), value, registry)
+
+        def histogram(name: str, documentation: str, bounds: tuple[float, ...], label: str = "") -> RequestHistogram:
+            return RequestHistogram(name, documentation, bounds, registry, label)
+
+        self.version = self.pushes = 0
+        self.last_push_unix_seconds = 0.0
+        self.pulls = {"exact": 0, "topk": 0}
+        self.traffic = {rpc: Traffic() for rpc in _COUNTED_CALLS}
+        self._lock = threading.Lock()
+        self.read = [
+            read(CounterMetricFamily, "psservice_pushes", "Pushes applied", lambda: self.pushes),
+            read(GaugeMetricFamily, "psservice_version", "Version of the shard", lambda: self.version),
+            read(
+                GaugeMetricFamily,
+                "psservice_last_push_unix_seconds",
+                "When the newest push was applied; 0 before the first",
+                lambda: self.last_push_unix_seconds,
+            ),
+            ReadMetric(
+                labelled(CounterMetricFamily, "psservice_pulls", "Pulls answered, by exact or topk", "mode"),
+                lambda: self.pulls,
+                registry,
+            ),
+        ]
+        for counted, documentation in (
+            ("received_bytes", "Message bytes received"),
+            ("sent_bytes", "Message bytes sent"),
+            (
+                "dense_bytes",
+                "Bytes of the same pushes and pulls if each had every parameter; minus the bytes received or sent, "
+                "this is the saving",
+            ),
+        ):
+            family = labelled(CounterMetricFamily, f"psservice_{counted}", documentation, "rpc")
+            self.read.append(ReadMetric(family, partial(self._of_traffic, counted), registry))
         self.repeated_pushes = counter(
             "psservice_repeated_pushes", "Pushes that had been applied and were answered again"
         )
-        self.pulls = counter("psservice_pulls", "Pulls answered, by exact or topk", ["mode"])
         self.refusals = counter("psservice_refusals", "Calls refused, by reason", ["reason"])
-        self.received_bytes = counter("psservice_received_bytes", "Message bytes received", ["rpc"])
-        self.sent_bytes = counter("psservice_sent_bytes", "Message bytes sent", ["rpc"])
-        self.dense_bytes = counter(
-            "psservice_dense_bytes",
-            "Bytes of the same pushes and pulls if each had every parameter; minus the bytes received or sent, this is "
-            "the saving",
-            ["rpc"],
-        )
         self.staleness = histogram(
             "psservice_staleness",
             "Pushes of other workers that were applied between a push's base version and the push",
-            buckets=_STALENESS_BUCKETS,
+            _STALENESS_BUCKETS,
         )
-        self.round_contributors = histogram(
-            "psservice_round_contributors", "Workers whose update is in a synchronous round", buckets=_STALENESS_BUCKETS
+        self.round_contributors = Histogram(
+            "psservice_round_contributors",
+            "Workers whose update is in a synchronous round",
+            buckets=_STALENESS_BUCKETS,
+            registry=registry,
         )
         self.applied_scale = histogram(
-            "psservice_applied_scale", "Factor of each push for its staleness or speed", buckets=_SCALE_BUCKETS
+            "psservice_applied_scale", "Factor of each push for its staleness or speed", _SCALE_BUCKETS
         )
         self.apply_seconds = histogram(
-            "psservice_apply_seconds", "Time in which the apply thread applied a push", buckets=_SECONDS_BUCKETS
+            "psservice_apply_seconds", "Time in which the apply thread applied a push", _SECONDS_BUCKETS
         )
-        self.reply_density = histogram("psservice_reply_density", "Density of replies", buckets=_DENSITY_BUCKETS)
-        self.version = gauge("psservice_version", "Version of the shard")
+        self.reply_density = histogram("psservice_reply_density", "Density of replies", _DENSITY_BUCKETS)
         self.training = gauge("psservice_training", "1 while there is a model and the run is not over")
-        self.last_push_unix_seconds = gauge(
-            "psservice_last_push_unix_seconds", "When the newest push was applied; 0 before the first"
-        )
         self.elements = gauge("psservice_elements", "Elements of the model that this shard owns")
         self.num_shards = gauge("psservice_shards", "Number of shards of the model")
 
@@ -113,15 +122,15 @@ class Metrics:
         self.queued = gauge("psservice_queued", "Jobs in the apply thread's queue")
         self.queue_limit = gauge("psservice_queue_limit", "Longest queue of the apply thread")
         self.queue_seconds = histogram(
-            "psservice_queue_seconds", "Time of a job in the apply thread's queue", buckets=_SECONDS_BUCKETS
+            "psservice_queue_seconds", "Time of a job in the apply thread's queue", _SECONDS_BUCKETS
         )
         self.running_calls = gauge("psservice_running_calls", "Calls that a thread works on, or that wait for a thread")
         self.call_limit = gauge("psservice_call_limit", "Calls that threads work on at once; others wait")
         self.call_seconds = histogram(
             "psservice_call_seconds",
             "Time of a call, or of a request on an open stream, with its client's pauses",
-            ["rpc"],
-            buckets=_SECONDS_BUCKETS[2:],
+            _SECONDS_BUCKETS[2:],
+            "rpc",
         )
         self.calls_cut = counter("psservice_calls_cut", "Calls cancelled because the client stalled", ["rpc", "why"])
         self.bytes_in_flight = gauge("psservice_bytes_in_flight", "Memory that open calls occupy, bytes")
@@ -135,7 +144,7 @@ class Metrics:
         self.draining = gauge("psservice_draining", "1 while the server refuses new pushes")
 
         def read_counter(name: str, documentation: str) -> ReadMetric:
-            return ReadMetric(partial(CounterMetricFamily, name, documentation), 0.0, registry)
+            return read(CounterMetricFamily, name, documentation, lambda: 0.0)
 
         self.durable = gauge("psservice_durable", "1 while pushes can be written to the disk as --durability promises")
         self.durable.set(1)
@@ -161,16 +170,10 @@ class Metrics:
         labels = ("run", "shard", "shards", "method", "device", "durability", "release")
         about = "Always 1; which shard of which run this is, to be joined with the others by instance"
         self.shard_info = ReadMetric(  # a run's name is known later
-            partial(InfoMetricFamily, "psservice_shard", about), dict.fromkeys(labels, ""), registry
+            partial(InfoMetricFamily, "psservice_shard", about), lambda: dict.fromkeys(labels, ""), registry
         )
         ProcessCollector(registry=registry)
-        self.answered = Counter(
-            "psservice_answered_calls", "Calls answered, for the status only", ["rpc"], registry=None
-        )
-        for rpc in _COUNTED_CALLS:  # a rate needs the zero before the first one
-            for counted in (self.received_bytes, self.sent_bytes, self.dense_bytes):
-                counted.labels(rpc=rpc)
-        for reason in ErrorCode:
+        for reason in ErrorCode:  # a rate needs the zero before the first one
             self.refusals.labels(reason=reason.name)
         self._started_unix_seconds = time.time()
         self._is_saved = True
@@ -179,24 +182,37 @@ class Metrics:
         """Note the newest snapshot; newer pushes were applied after it, or replayed when this process began."""
         self.snapshot_version.set(version)
         self.snapshot_unix_seconds.set(unix_seconds)
-        (now,) = next(iter(self.version.collect())).samples
-        saved = now.value == version
+        saved = self.version == version
         self.unsaved_since_unix_seconds.set(0.0 if saved else max(unix_seconds, self._started_unix_seconds))
         self._is_saved = saved
 
     def observe_push(self, answer: PushAnswer, version: int) -> None:
-        """Count a push that was applied; ``version`` is the shard's now."""
-        self.pushes.inc()
-        self.last_push_unix_seconds.set(time.time())
+        """Count a push that was applied; ``version`` is the shard's now. On the apply thread."""
+        self.pushes += 1
+        self.version, self.last_push_unix_seconds = version, time.time()
         if self._is_saved:
             self._is_saved = False
             self.unsaved_since_unix_seconds.set_to_current_time()
-        self.version.set(version)
         self.applied_scale.observe(answer.applied_scale)
         self.staleness.observe(answer.staleness)
         self.apply_seconds.observe(answer.apply_nanoseconds / 1e9)
 
     def observe_pull(self, mode: str, density: float) -> None:
         """Count a pull that was answered."""
-        self.pulls.labels(mode=mode).inc()
+        with self._lock:
+            self.pulls[mode] += 1
         self.reply_density.observe(density)
+
+    def count(
+        self, rpc: str, answered: int = 0, received_bytes: int = 0, sent_bytes: int = 0, dense_bytes: int = 0
+    ) -> None:
+        """Add to the counts of a kind of call."""
+        traffic = self.traffic[rpc]
+        with self._lock:
+            traffic.answered += answered
+            traffic.received_bytes += received_bytes
+            traffic.sent_bytes += sent_bytes
+            traffic.dense_bytes += dense_bytes
+
+    def _of_traffic(self, counted: str) -> dict[str, int]:
+        return {rpc: getattr(traffic, counted) for rpc, traffic in self.traffic.items()}

@@ -18,7 +18,7 @@ from psservice.sampling.dataset import Leased, SampleRequest
 from psservice.storage.files import StorageError
 from psservice.storage.journal import Journal
 from psservice.storage.journal_format import Body
-from psservice.types import Identity, PushAnswer
+from psservice.types import Identity
 from psservice.wire.identity import identity_to_message
 
 log = logging.getLogger(__name__)
@@ -85,12 +85,10 @@ class EventLog:
         """Prepare the messages of a push for :meth:`pushed`, beside the apply thread."""
         return None if self.journal is None else body_of(*messages)
 
-    def pushed(self, body: Body | None, answer: PushAnswer) -> None:
-        """Write a push, before it is applied. A replay repeats a refusal by the model."""
+    def pushed(self, body: Body | None, version: int, staleness: int, applied_scale: float) -> None:
+        """Write a push and its answer, before it is applied. A replay repeats a refusal by the model."""
         if body is not None:
-            response = pb.PushSparseResponse(
-                version=answer.version, staleness=answer.staleness, applied_scale=answer.applied_scale
-            )
+            response = pb.PushSparseResponse(version=version, staleness=staleness, applied_scale=applied_scale)
             self._append(Kind.PUSHED, body_of(response, behind=body))
 
     def averaged(self, identity: Identity, step: int, samples: int, data: bytes, live_workers: int) -> None:

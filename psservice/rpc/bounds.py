@@ -11,6 +11,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from pscore.names import LONGEST_NAME
 from pscore.wire.dense import fields
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.messages import LARGEST_RATE, MOST_TENSORS
@@ -90,7 +91,7 @@ def require(message: Message) -> None:
                 raise Rejected(ErrorCode.BAD_REQUEST, f"{field} is {value}; it must be {least} to {most}")
     for field, may_be_empty in names:
         text = getattr(message, field)
-        if text or not may_be_empty:
+        if not (may_be_empty if not text else len(text) <= LONGEST_NAME and text.isprintable()):
             require_name(field, text)
     if lists is not None:
         lists(message)

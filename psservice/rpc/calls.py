@@ -23,6 +23,8 @@ from psservice.types import Identity
 SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
 _REQUESTS: dict[str, type[Message]] = {method.name: getattr(pb, method.input_type.name) for method in SERVICE.methods}
 
+_HAVE_HEADERS = frozenset(rpc for rpc, kind in _REQUESTS.items() if "header" in kind.DESCRIPTOR.fields_by_name)
+
 Answer: TypeAlias = Message | Generator[Any, None, None]
 """One message, or those of a stream."""
 
@@ -118,8 +120,8 @@ class Call:
     received_bytes: int = 0
     arrived_nanoseconds: int = 0
     values: Sequence[memoryview] = ()
-    on_received: Callable[[int], None] = lambda nbytes: None
-    on_sent: Callable[[int], None] = lambda nbytes: None
+    on_received: Callable[[int], None] | None = None
+    on_sent: Callable[[int], None] | None = None
 
 
 def handlers_of(calls: object) -> dict[str, Handler]:
@@ -147,9 +149,8 @@ def check(call: Call, message: Message) -> None:
 
     A message of a stream is charged here for what is decoded of it, before its reader has it. Raises :class:`Rejected`.
     """
-    named: Any = getattr(message, "header", message)
-    parent = getattr(named, "traceparent", "")
-    if parent and call.span is NO_SPAN:
+    named: Any = message.header if call.rpc in _HAVE_HEADERS else message  # type: ignore[attr-defined]
+    if call.span is NO_SPAN and (parent := getattr(named, "traceparent", "")):
         call.span = tracing.continued(call.rpc, parent)
     bounds.require(message)
     if call.caller.worker and "identity" in named.DESCRIPTOR.fields_by_name and named.identity.worker_id:

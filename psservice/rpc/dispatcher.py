@@ -9,10 +9,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AsyncExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import AsyncExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -21,11 +20,9 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from pscore.telemetry import tracing
-from pscore.telemetry.span import TRACEPARENT
+from pscore.telemetry.span import NO_SPAN, TRACEPARENT
 from pscore.wire.errors import ErrorCode, Rejected, to_status
 from pscore.wire.messages import SHARD_HEADER
-from psservice.apply_thread import ApplyThread
-from psservice.observability.metrics import Metrics
 from psservice.rpc.auth import Authenticator
 from psservice.rpc.calls import (
     RULES,
@@ -35,57 +32,34 @@ from psservice.rpc.calls import (
     Handler,
     Lane,
     NotYetError,
-    Rule,
     StreamReader,
     require_place,
 )
 from psservice.rpc.memory_budget import MemoryBudget, received_bytes
+from psservice.rpc.open_call import OpenCall, Pool, StalledError
 from psservice.rpc.penalty import Penalty, is_fault
-from psservice.rpc.work import Answers, feed, reply_to
-from psservice.settings import ServerSettings
+from psservice.rpc.work import Answers, feed, more, reply_to
+from psservice.shard.shard import Shard
 from psservice.types import Identity
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+_OneMessage: TypeAlias = Callable[[Call, Message], Answer]
+_InParts: TypeAlias = Callable[[Call], StreamReader]
+
 _SMALL_BYTES = 16 << 10  # of a message of a push that is little work
 _LANE_THREADS = {Lane.LEASE: 2, Lane.JOIN: 2, Lane.OPERATOR: 4}
 _FIRST_PIECES = 4  # of work of each kind, which threads do: they may wait for a compiler
 _MOST_CALLS = 4096
-_MOST_SILENT = 256  # calls without a message; beyond that the oldest is cut
+_MOST_SILENT = 256  # calls without a message, and two for each worker with a lease; beyond that the oldest is cut
 _MOST_JOINS = 16  # whose message is received at once, since it may be of megabytes
 _REQUEST_SECONDS = 10.0  # for the message of a call that has one
 _REQUEST_BYTES = 64 << 20  # of calls of one message, until their first answers are made
 _STOP_SECONDS = 2.0  # for calls that wait for their client, from the moment the server stops
 _STOP_POLL_SECONDS = 0.02
-
-
-class _StalledError(Exception):
-    """The client has stalled a call for too long, or the server stops."""
-
-
-_Message: TypeAlias = tuple[bytes | None, int]  # of a stream, ``None`` at its end; and when it arrived, nanoseconds
-
-
-@dataclass(slots=True, eq=False)
-class _OpenCall:
-    """The event loop's side of a call."""
-
-    call: Call  # the request that is being served, or was served last
-    context: Any
-    rule: Rule
-    started: float
-    timeout: asyncio.Timeout | None = None
-    why: str = ""
-    is_answered: bool = False  # the last message is on its way
-    is_idle: bool = False  # between two requests
-
-    def cut(self, why: str = "") -> None:
-        """End the call where it waits for its client."""
-        if self.timeout is not None and not self.timeout.expired():
-            self.why = why or self.why
-            self.timeout.reschedule(0)
+_NO_GATE = nullcontext()
 
 
 class Dispatcher:
@@ -94,44 +68,28 @@ class Dispatcher:
     Args:
         handlers: by the method's name.
         authenticator: knows callers.
-        settings: the shard's place, and the limits of each call.
-        metrics: counts and times each request.
-        counted: context of a request that changes the shard, which a drain waits for.
-        apply_thread: for which the event loop stands in where a request is little work.
-        is_small: tells whether the shard is so small that its requests are.
+        shard: has the settings with the limits of each call. Its drain waits for requests that change it, and the event
+            loop stands in for its apply thread where a request is little work.
 
     Attributes:
         service: the service's handler for a gRPC server.
     """
 
-    def __init__(
-        self,
-        handlers: dict[str, Handler],
-        authenticator: Authenticator,
-        settings: ServerSettings,
-        metrics: Metrics,
-        counted: Callable[[], Any],
-        apply_thread: ApplyThread,
-        is_small: Callable[[], bool],
-    ) -> None:
-        self._authenticator, self._settings, self._metrics = authenticator, settings, metrics
-        self._counted, self._apply_thread, self._is_small = counted, apply_thread, is_small
-        self._pools = {
-            lane: ThreadPoolExecutor(_LANE_THREADS.get(lane, settings.rpc_threads), f"rpc-{lane.value}")
-            for lane in Lane
-        }
-        self.open_calls: set[_OpenCall] = set()
-        self._silent: dict[_OpenCall, None] = {}
-        self._idle: dict[tuple[str, Identity], _OpenCall] = {}  # the idle stream of each worker
+    def __init__(self, handlers: dict[str, Handler], authenticator: Authenticator, shard: Shard) -> None:
+        self._authenticator, self._shard = authenticator, shard
+        self._settings, self._metrics, self._apply_thread = shard.settings, shard.metrics, shard.apply_thread
+        self._pools = {lane: Pool(lane, _LANE_THREADS.get(lane, self._settings.rpc_threads)) for lane in Lane}
+        self.open_calls: set[OpenCall] = set()
+        self._silent: dict[OpenCall, None] = {}
+        self._idle: dict[tuple[str, Identity], OpenCall] = {}  # the idle stream of each worker
         self._waiting: dict[Identity, asyncio.Event] = {}  # pulls that wait for a push of their worker
         self._sweeping: asyncio.Task[None] | None = None
         self._joins = asyncio.Semaphore(_MOST_JOINS)
         self._penalty = Penalty()
         self._request_budget = MemoryBudget(_REQUEST_BYTES)
         self._stopping = False
-        self._threads_at_work = dict.fromkeys(Lane, 0)  # requests that have a thread, or wait for one
         self._by_threads = dict.fromkeys(handlers, 0)  # pieces of work that threads have done or do
-        metrics.running_calls.set_function(lambda: sum(self._threads_at_work.values()))
+        self._metrics.running_calls.set_function(lambda: sum(pool.at_work for pool in self._pools.values()))
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             rpc: grpc.stream_stream_rpc_method_handler(partial(self._serve, rpc, handler))
             for rpc, handler in handlers.items()
@@ -156,7 +114,7 @@ class Dispatcher:
     def close(self) -> None:
         """Wait for the running work, and end the threads."""
         for pool in self._pools.values():
-            pool.shutdown()
+            pool.executor.shutdown()
 
     # One call
 
@@ -168,7 +126,7 @@ class Dispatcher:
 
     async def _serve_or_refuse(self, rpc: str, handler: Handler, context: Any) -> None:
         """Serve a call; end one that fails with its status, later where its caller makes many of them."""
-        opened: _OpenCall | None = None
+        opened: OpenCall | None = None
         wait = 0.0
         try:
             with self._admitted(rpc, context) as opened:
@@ -185,7 +143,7 @@ class Dispatcher:
             reason = {"reason": refusal.reason.name, "detail": refusal.detail}
             log.log(level, "refused", extra={"rpc": rpc, "peer": context.peer(), **reason})
             end = partial(context.abort_with_status, to_status(refusal))
-        except _StalledError as stalled:
+        except StalledError as stalled:
             self._metrics.calls_cut.labels(rpc=rpc, why=str(stalled)).inc()
             wait = self._penalty.seconds(context.peer())
             end = partial(context.abort, grpc.StatusCode.CANCELLED, f"the call was cut: {stalled}")
@@ -195,13 +153,13 @@ class Dispatcher:
             if context.done() or context.cancelled():
                 return  # the client has gone; nobody waits for an answer
             log.exception("internal error", extra={"rpc": rpc})
-            await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
+            end = partial(context.abort, grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
         if wait:  # nothing of the call is in memory meanwhile
             await asyncio.sleep(wait)
         await end()
 
     @contextmanager
-    def _admitted(self, rpc: str, context: Any) -> Iterator[_OpenCall]:
+    def _admitted(self, rpc: str, context: Any) -> Iterator[OpenCall]:
         """Admit a call by its headers; raises :class:`Rejected`."""
         rule = RULES[rpc]
         metadata = context.invocation_metadata()
@@ -209,94 +167,104 @@ class Dispatcher:
         headers = dict(metadata)
         if SHARD_HEADER in headers:
             require_place(self._settings, str(headers[SHARD_HEADER]))
-        if self._stopping:
-            raise Rejected(ErrorCode.DRAINING, "the server is stopping")
+        self._require_serving()
         if len(self.open_calls) >= _MOST_CALLS:
             raise Rejected(ErrorCode.BUSY, f"{_MOST_CALLS} calls are open", retry_seconds=1.0)
         parent = headers.get(TRACEPARENT)
         call = Call(rpc, caller)
         if isinstance(parent, str) and not rule.stays_open:
             call.span = tracing.continued(rpc, parent)
-        opened = _OpenCall(call, context, rule, time.monotonic())
+        loop, task = asyncio.get_running_loop(), cast("asyncio.Task[Any]", asyncio.current_task())
+        observe = self._metrics.call_seconds.of(rpc).observe
+        opened = OpenCall(call, context, rule, self._pools[rule.lane], observe, loop, task, time.monotonic())
         self.open_calls.add(opened)
         self._silent[opened] = None
-        if len(self._silent) > _MOST_SILENT:
+        silent = len(self._silent)
+        if silent > _MOST_SILENT and silent > _MOST_SILENT + 2 * len(self._shard.leases):
             oldest = next(iter(self._silent))
             del self._silent[oldest]
             oldest.cut("gave_way")
         try:
             yield opened
+        except StalledError:
+            self._require_serving()
+            raise
         finally:
+            opened.end()
             self.open_calls.discard(opened)
             self._silent.pop(opened, None)
 
-    @contextmanager
-    def _measured(self, opened: _OpenCall) -> Iterator[None]:
-        """Count, time and trace a request."""
+    def _require_serving(self) -> None:
+        if self._stopping:
+            raise Rejected(ErrorCode.DRAINING, "the server is stopping")
+
+    async def _measured(self, opened: OpenCall, answering: Coroutine[Any, Any, Answers]) -> None:
+        """Send the answers to a request; count, time and trace the request."""
         status = "OK"
         try:
-            with self._counted() if opened.rule.changes else nullcontext():
-                yield
+            with self._shard.drain_gate if opened.rule.changes else _NO_GATE:
+                await self._answer(opened, await answering)
         except BaseException as error:
             if not (opened.is_answered and isinstance(error, asyncio.CancelledError)):  # hanging up is then no error
                 status = error.reason.status_name if isinstance(error, Rejected) else type(error).__name__
             raise
         finally:
-            self._metrics.call_seconds.labels(rpc=opened.call.rpc).observe(time.monotonic() - opened.started)
-            opened.call.span.note(status=status)
-            opened.call.span.end("" if status == "OK" else status)
+            opened.observe(time.monotonic() - opened.started)
+            if (span := opened.call.span) is not NO_SPAN:
+                span.note(status=status)
+                span.end("" if status == "OK" else status)
 
-    async def _serve_request(self, opened: _OpenCall, handler: Handler) -> None:
+    async def _serve_request(self, opened: OpenCall, handler: Handler) -> None:
         """Serve a call of one request."""
-        with self._measured(opened):
-            if opened.rule.in_parts:
-                answers = await self._read_stream(opened, handler, await self._read(opened))
-            else:
-                answers = await self._read_one(opened, handler)
-            await self._answer(opened, answers)
+        await self._measured(opened, self._read_whole(opened, handler))
 
-    async def _serve_requests(self, opened: _OpenCall, handler: Handler) -> None:
+    async def _serve_requests(self, opened: OpenCall, handler: Handler) -> None:
         """Serve the requests of a stream that stays open, one after another."""
-        metadata = opened.context.invocation_metadata()
-        while True:
-            first = await self._read_idle(opened)
-            if first[0] is None:
-                return
-            self._authenticator.admit(metadata, opened.call.rpc, opened.rule.role)  # a token may be withdrawn
-            opened.call = Call(opened.call.rpc, opened.call.caller)
+        metadata, rpc = opened.context.invocation_metadata(), opened.call.rpc
+        answer = self._read_stream if opened.rule.in_parts else self._in_turn
+        while (first := await self._read_idle(opened)) is not None:
+            self._authenticator.admit(metadata, rpc, opened.rule.role)  # a token may be withdrawn
+            opened.call = Call(rpc, opened.call.caller)
             opened.started, opened.is_answered = time.monotonic(), False
-            with self._measured(opened):
-                if opened.rule.in_parts:
-                    answers = await self._read_stream(opened, handler, first)
-                else:
-                    answers = await self._in_turn(opened, cast(Callable[[Call, Message], Answer], handler), first[0])
-                await self._answer(opened, answers)
+            await self._measured(opened, answer(opened, handler, first))
 
-    async def _read_one(self, opened: _OpenCall, handler: Handler) -> Answers:
+    async def _read_whole(self, opened: OpenCall, handler: Handler) -> Answers:
+        """Answer a call of one request."""
+        if opened.rule.in_parts:
+            return await self._read_stream(opened, handler, await self._read(opened))
         async with AsyncExitStack() as turn:
             if opened.rule.lane is Lane.JOIN:
                 await self._wait(opened, self._joins.acquire(), "turn")
                 turn.callback(self._joins.release)
-            raw, _ = await self._read(opened, _REQUEST_SECONDS)
+            raw = await self._read(opened, _REQUEST_SECONDS)
         if raw is None:
             raise Rejected(ErrorCode.BAD_REQUEST, f"{opened.call.rpc} takes exactly one message")
         with self._request_budget.open() as reservation:
             reservation.add(received_bytes(len(raw)))
-            answer = cast(Callable[[Call, Message], Answer], handler)
-            return await self._in_thread(opened, partial(reply_to, opened.call, answer, raw))
+            return await self._in_thread(opened, partial(reply_to, opened.call, cast(_OneMessage, handler), raw))
 
-    async def _in_turn(self, opened: _OpenCall, handler: Callable[[Call, Message], Answer], raw: bytes) -> Answers:
-        """Answer a request, once the push that it comes behind is applied."""
-        work = partial(reply_to, opened.call, handler, raw)
-        with self._request_budget.open() as reservation:
+    async def _in_turn(self, opened: OpenCall, handler: Handler, raw: bytes) -> Answers:
+        """Answer a request of a stream, once the push that it comes behind is applied."""
+        work = partial(reply_to, opened.call, cast(_OneMessage, handler), raw)
+        early: NotYetError | None = None
+        if self._stands_in(opened):
+            try:
+                return work()
+            except NotYetError as error:
+                early = error
+            finally:
+                self._apply_thread.stand_down()
+        with self._request_budget.open() as reservation:  # it waits for a thread, or for a push
             reservation.add(received_bytes(len(raw)))
             while True:
                 try:
-                    return await self._in_thread(opened, work, small=self._is_small())
-                except NotYetError as early:
-                    await self._until_pushed(opened, early)
+                    if early is not None:
+                        await self._until_pushed(opened, early)
+                    return await self._here_or_in_thread(opened, work)
+                except NotYetError as error:
+                    early = error
 
-    async def _until_pushed(self, opened: _OpenCall, early: NotYetError) -> None:
+    async def _until_pushed(self, opened: OpenCall, early: NotYetError) -> None:
         """Wait until the next push of a worker has been answered, one way or the other."""
         pushed = self._waiting.setdefault(early.identity, asyncio.Event())
         try:
@@ -307,48 +275,56 @@ class Dispatcher:
             pushed.set()  # another pull of this worker begins to wait anew
             raise
 
-    async def _read_stream(self, opened: _OpenCall, handler: Handler, first: _Message) -> Answers:
-        """Send the messages of a request into a reader, each as it arrives."""
-        call, message = opened.call, first
-        reading = cast(Callable[[Call], StreamReader], handler)(call)
+    async def _read_stream(self, opened: OpenCall, handler: Handler, raw: bytes | None) -> Answers:
+        """Send the messages of a request into a reader, each as it arrives; ``raw`` is the first."""
+        call = opened.call
+        reading = cast(_InParts, handler)(call)
         try:
             next(reading)
             while True:
-                size = len(message[0] or b"")
+                size = 0 if raw is None else len(raw)
                 if call.reservation is not None:
                     call.reservation.add(received_bytes(size))
-                is_small = opened.rule.stays_open and size <= _SMALL_BYTES and self._is_small()
-                answers = await self._in_thread(opened, partial(feed, call, reading, *message), small=is_small)
+                work = partial(feed, call, reading, raw, time.perf_counter_ns())
+                if opened.rule.stays_open and size <= _SMALL_BYTES:
+                    answers = await self._here_or_in_thread(opened, work)
+                else:
+                    answers = await self._in_thread(opened, work)
                 if answers is not None:
                     return answers
-                message = await self._read(opened)
+                raw = await self._read(opened)
         finally:
             reading.close()
             if call.identity is not None and (waiting := self._waiting.pop(call.identity, None)) is not None:
                 waiting.set()
 
-    async def _answer(self, opened: _OpenCall, answers: Answers) -> None:
-        (batch, is_last), others = answers
+    async def _answer(self, opened: OpenCall, answers: Answers) -> None:
+        batch, others = answers
         if opened.call.finish is not None:
             await self._in_thread(opened, opened.call.finish)
-        with closing(others):
+        try:
             while True:
-                for number, data in enumerate(batch, start=1):
-                    opened.is_answered = is_last and number == len(batch)
+                left = len(batch)
+                for data in batch:
+                    left -= 1
+                    opened.is_answered = others is None and not left
                     await self._wait(opened, opened.context.write(data), "reader")
-                if is_last:
+                if others is None:
                     return
-                batch, is_last = await self._in_thread(opened, partial(next, others))
+                batch, others = await self._in_thread(opened, partial(more, opened.call, others))
+        finally:
+            if others is not None:
+                others.close()
 
     # Waiting for the client, and for threads
 
-    async def _read(self, opened: _OpenCall, seconds: float = math.inf) -> _Message:
-        """Return the client's next message."""
+    async def _read(self, opened: OpenCall, seconds: float = math.inf) -> bytes | None:
+        """Return the client's next message; ``None`` at the end of its stream."""
         raw = await self._wait(opened, opened.context.read(), "request", seconds)
         self._silent.pop(opened, None)
-        return (None if raw is grpc.aio.EOF else raw), time.perf_counter_ns()
+        return None if raw is grpc.aio.EOF else raw
 
-    async def _read_idle(self, opened: _OpenCall) -> _Message:
+    async def _read_idle(self, opened: OpenCall) -> bytes | None:
         """Return the first message of a stream's next request, for which a worker with a lease has any time.
 
         A worker has one idle stream for each call: a stream that an older connection has left gives way.
@@ -356,27 +332,21 @@ class Dispatcher:
         identity = opened.call.identity
         if identity is None:
             return await self._read(opened)
-        if self._stopping:
-            raise Rejected(ErrorCode.DRAINING, "the server is stopping")
+        self._require_serving()
         if self._sweeping is None:
             self._sweeping = asyncio.create_task(self._cut_abandoned())
         key = (opened.call.rpc, identity)
-        if key in self._idle:
-            self._idle[key].cut("gave_way")
+        if (other := self._idle.get(key)) is not None:
+            other.cut("gave_way")
         self._idle[key], opened.is_idle = opened, True
         opened.started = time.monotonic()
         try:
-            async with asyncio.timeout(None) as opened.timeout:
-                raw = await opened.context.read()
-        except TimeoutError:
-            if self._stopping:
-                raise Rejected(ErrorCode.DRAINING, "the server is stopping") from None
-            raise _StalledError(opened.why) from None
+            raw = await opened.wait(opened.context.read(), math.inf, "")
         finally:
-            opened.timeout, opened.is_idle = None, False
+            opened.is_idle = False
             if self._idle.get(key) is opened:
                 del self._idle[key]
-        return (None if raw is grpc.aio.EOF else raw), time.perf_counter_ns()
+        return None if raw is grpc.aio.EOF else raw
 
     async def _cut_abandoned(self) -> None:
         """End the idle streams of workers whose leases have ended."""
@@ -387,40 +357,49 @@ class Dispatcher:
                 if silent > self._settings.stream_idle_seconds and not opened.call.has_lease():
                     opened.cut("idle_request")
 
-    async def _wait(self, opened: _OpenCall, client: Awaitable[Any], what: str, seconds: float = math.inf) -> Any:
-        """Wait for the client, within the limits; raises :class:`_StalledError`, or ``Rejected`` (``DRAINING``)."""
-        idle = min(self._settings.stream_idle_seconds, seconds, _STOP_SECONDS if self._stopping else math.inf)
-        left = self._settings.stream_seconds - (time.monotonic() - opened.started)
-        opened.why = f"idle_{what}" if idle <= left else "too_long"
-        now = asyncio.get_running_loop().time()
-        try:
-            async with asyncio.timeout_at(now + max(0.0, min(idle, left))) as opened.timeout:
-                return await client
-        except TimeoutError:
-            if self._stopping:
-                raise Rejected(ErrorCode.DRAINING, "the server is stopping") from None
-            raise _StalledError(opened.why) from None
-        finally:
-            opened.timeout = None
+    def _wait(
+        self, opened: OpenCall, client: Awaitable[Result], what: str, seconds: float = math.inf
+    ) -> Coroutine[Any, Any, Result]:
+        """Wait for the client, within the limits; raises :class:`StalledError`."""
+        idle = self._settings.stream_idle_seconds
+        if seconds < idle:
+            idle = seconds
+        if self._stopping and idle > _STOP_SECONDS:
+            idle = _STOP_SECONDS
+        now, end = time.monotonic(), opened.started + self._settings.stream_seconds
+        until, why = (now + idle, f"idle_{what}") if now + idle <= end else (end, "too_long")
+        return opened.wait(client, until, why)
 
-    async def _in_thread(self, opened: _OpenCall, work: Callable[[], Result], *, small: bool = False) -> Result:
-        """Run work in the call's lane, or here where it is small and nothing else is done with the parameters.
+    def _stands_in(self, opened: OpenCall) -> bool:
+        """Make the event loop the apply thread, if small requests are served here, and nothing else is done with it.
 
-        A call that is cancelled meanwhile ends when its work has.
+        The first few requests are not: they may wait for a compiler. A thread that is at work may own a lock, and wait
+        for the apply thread.
         """
-        run = partial(opened.call.span.run, work)
-        lane = opened.rule.lane
-        # A thread that is at work may own a lock, and wait for the apply thread.
-        if small and self._by_threads[opened.call.rpc] >= _FIRST_PIECES and not self._threads_at_work[lane]:
-            with self._apply_thread.stand_in() as is_free:
-                if is_free:
-                    return run()
-        loop = asyncio.get_running_loop()
+        return (
+            self._by_threads[opened.call.rpc] >= _FIRST_PIECES
+            and not opened.pool.at_work
+            and self._shard.is_small()
+            and self._apply_thread.stand_in()
+        )
+
+    async def _here_or_in_thread(self, opened: OpenCall, work: Callable[[], Result]) -> Result:
+        """Run little work on the event loop where that stands in for the apply thread, else in the call's lane."""
+        if not self._stands_in(opened):
+            return await self._in_thread(opened, work)
+        try:
+            return work()
+        finally:
+            self._apply_thread.stand_down()
+
+    async def _in_thread(self, opened: OpenCall, work: Callable[[], Result]) -> Result:
+        """Run work in the call's lane. A call that is cancelled meanwhile ends when its work has."""
+        loop, pool = opened.loop, opened.pool
         done: asyncio.Future[Result] = loop.create_future()
-        self._threads_at_work[lane] += 1
+        pool.at_work += 1
         self._by_threads[opened.call.rpc] += 1
         try:
-            future = self._pools[lane].submit(run)
+            future = pool.executor.submit(opened.call.span.run, work)
             future.add_done_callback(lambda ended: loop.call_soon_threadsafe(_copy, ended, done))
             try:
                 return await done
@@ -431,7 +410,7 @@ class Dispatcher:
                     ended.exception()  # fetched, or asyncio logs that nobody did
                 raise
         finally:
-            self._threads_at_work[lane] -= 1
+            pool.at_work -= 1
 
 
 def _copy(ended: "Future[Result]", done: "asyncio.Future[Result]") -> None:

@@ -57,6 +57,7 @@ class Reservation:
     def __init__(self, budget: MemoryBudget, largest: float, most_of_worker: float) -> None:
         self._budget, self._largest, self._most_of_worker = budget, largest, most_of_worker
         self._worker: str | None = None
+        self._of_worker: dict[Reservation, None] = {}  # this call and its worker's others, the oldest first
         self.bytes = 0
 
     def __enter__(self) -> "Reservation":
@@ -66,12 +67,13 @@ class Reservation:
 
     def __exit__(self, *_: object) -> None:
         budget = self._budget
-        self.clear()
         with budget.lock:
+            budget.bytes -= self.bytes
+            self.bytes = 0
             del budget.calls[self]
             if self._worker is not None:
-                del budget.by_worker[self._worker][self]
-                if not budget.by_worker[self._worker]:
+                del self._of_worker[self]
+                if not self._of_worker:
                     del budget.by_worker[self._worker]
 
     def clear(self) -> None:
@@ -85,28 +87,28 @@ class Reservation:
         with self._budget.lock:
             if self._worker is None:
                 self._worker = worker_id
-                self._budget.by_worker.setdefault(worker_id, {})[self] = None
+                self._of_worker = self._budget.by_worker.setdefault(worker_id, {})
+                self._of_worker[self] = None
         self.add(0)
 
     def add(self, nbytes: int) -> None:
         """Charge more bytes; raises ``BAD_REQUEST`` beyond any valid stream, ``BUSY`` beyond the other limits."""
         budget = self._budget
         with budget.lock:
-            if self.bytes + nbytes > self._largest:
+            mine, total = self.bytes + nbytes, budget.bytes + nbytes
+            if mine > self._largest:
                 raise Rejected(
                     ErrorCode.BAD_REQUEST,
-                    f"this stream would occupy {self.bytes + nbytes} bytes here, at most {self._largest} are given to "
-                    "one; send larger chunks, or raise --stream-bytes",
+                    f"this stream would occupy {mine} bytes here, at most {self._largest} are given to one; send "
+                    "larger chunks, or raise --stream-bytes",
                 )
-            if self._worker is not None:
-                mine = budget.by_worker[self._worker]
-                held = sum(call.bytes for call in mine)
-                if held + nbytes > self._most_of_worker and next(iter(mine)) is not self:
+            if len(self._of_worker) > 1 and next(iter(self._of_worker)) is not self:
+                held = sum([call.bytes for call in self._of_worker])
+                if held + nbytes > self._most_of_worker:
                     raise _busy(f"calls of worker {self._worker!r} hold {held} bytes (--worker-bytes)")
-            if budget.bytes + nbytes > budget.most and next(iter(budget.calls)) is not self:
+            if total > budget.most and next(iter(budget.calls)) is not self:
                 raise _busy(f"calls in flight hold {budget.bytes} bytes (--inflight-bytes)")
-            self.bytes += nbytes
-            budget.bytes += nbytes
+            self.bytes, budget.bytes = mine, total
 
 
 def received_bytes(nbytes: int) -> int:
@@ -121,10 +123,9 @@ def decoded_bytes(request: Message) -> int:
     """
     nbytes = 0
     if isinstance(request, pb.PushSparseRequest):
-        nbytes += _GROUP_BYTES * len(request.header.plan)
-        nbytes += _MESSAGE_BYTES * max(0, len(request.chunks) - 1) + sum(
-            _chunk_bytes(chunk) + _merged_bytes(chunk) for chunk in request.chunks
-        )
+        nbytes = _GROUP_BYTES * len(request.header.plan) + _MESSAGE_BYTES * max(0, len(request.chunks) - 1)
+        for chunk in request.chunks:
+            nbytes += _chunk_bytes(chunk, _SPARSE_ENTRY_BYTES)
     if isinstance(request, pb.UploadModelRequest | pb.ExchangeBuffersRequest):
         nbytes += 2 * len(request.buffers.data)
     if isinstance(request, pb.UploadModelRequest):
@@ -132,13 +133,9 @@ def decoded_bytes(request: Message) -> int:
     return nbytes
 
 
-def _chunk_bytes(chunk: pb.Chunk) -> int:
+def _chunk_bytes(chunk: pb.Chunk, merged_bytes: int = 0) -> int:
     entry_bytes = _DENSE_ENTRY_BYTES if chunk.index_codec == pb.INDEX_CODEC_DENSE else _SPARSE_ENTRY_BYTES
-    return min(chunk.count, chunk.length) * entry_bytes  # a false count is refused when decoded
-
-
-def _merged_bytes(chunk: pb.Chunk) -> int:
-    return min(chunk.count, chunk.length) * _SPARSE_ENTRY_BYTES
+    return min(chunk.count, chunk.length) * (entry_bytes + merged_bytes)  # a false count is refused when decoded
 
 
 def _busy(why: str) -> Rejected:

@@ -8,7 +8,6 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.member import Member
 from psservice.cluster.run import RunState
 from psservice.model.reply_session import ReplyMode
-from psservice.observability.metrics import count_of
 from psservice.settings import ServerSettings
 from psservice.shard.shard import Shard
 
@@ -20,7 +19,8 @@ _BUFFER_POLICIES = {"sync": pb.BUFFER_POLICY_SYNC, "local": pb.BUFFER_POLICY_LOC
 
 def status_of(shard: Shard, uptime_seconds: float, *, brief: bool = False) -> pb.GetStatusResponse:
     """Return a shard's status now; ``brief`` leaves the workers out."""
-    settings, counts = shard.settings, shard.metrics
+    settings, traffic = shard.settings, shard.metrics.traffic
+    pushes, pulls, buffers = traffic["PushSparse"], traffic["PullDiff"], traffic["ExchangeBuffers"]
     model, layout = shard.model, shard.layout
     span = shard.span if layout else Span(0, 0)
     last = shard.durability.last_snapshot
@@ -40,9 +40,9 @@ def status_of(shard: Shard, uptime_seconds: float, *, brief: bool = False) -> pb
         ports_in_a_row=settings.shards > 1,
         device=str(shard.device),
         workers=[_worker_status(shard, member) for member in shard.leases.members() if not brief],
-        push_bytes=count_of(counts.received_bytes, "PushSparse"),
-        pull_bytes=count_of(counts.sent_bytes, "PullDiff"),
-        buffer_bytes=sum(count_of(each, "ExchangeBuffers") for each in (counts.received_bytes, counts.sent_bytes)),
+        push_bytes=pushes.received_bytes,
+        pull_bytes=pulls.sent_bytes,
+        buffer_bytes=buffers.received_bytes + buffers.sent_bytes,
         samples=shard.run.samples,
         queued=shard.apply_thread.queued,
         uptime_seconds=uptime_seconds,
@@ -56,10 +56,10 @@ def status_of(shard: Shard, uptime_seconds: float, *, brief: bool = False) -> pb
         calls_inside=shard.drain_gate.in_flight,
         queue_limit=settings.apply_queue_limit,
         durable=shard.durable,
-        pushes=count_of(counts.answered, "PushSparse"),
-        pulls=count_of(counts.answered, "PullDiff"),
-        dense_push_bytes=count_of(counts.dense_bytes, "PushSparse"),
-        dense_pull_bytes=count_of(counts.dense_bytes, "PullDiff"),
+        pushes=pushes.answered,
+        pulls=pulls.answered,
+        dense_push_bytes=pushes.dense_bytes,
+        dense_pull_bytes=pulls.dense_bytes,
         evicted=[
             pb.EvictedWorker(worker_id=name, remaining_seconds=seconds)
             for name, seconds in shard.leases.evicted().items()
@@ -124,17 +124,15 @@ def bind_metrics(shard: Shard) -> None:
     metrics.training.set_function(lambda: shard.run.state is RunState.TRAINING)
     metrics.draining.set_function(lambda: shard.drain_gate.is_closed)
     metrics.elements.set_function(lambda: shard.span.length if shard.layout else 0)
-    metrics.journal_bytes.set_function(lambda: shard.durability.journal_bytes)
-    metrics.journal_errors.set_function(lambda: shard.durability.journal_errors)
-    metrics.snapshot_errors.set_function(lambda: shard.durability.snapshot_errors)
-    metrics.shard_info.set_function(
-        lambda: {
-            "run": shard.run.run_id,
-            "shard": str(settings.shard_index),
-            "shards": str(settings.num_shards),
-            "method": shard.run.method,
-            "device": str(shard.device),
-            "durability": _durability(settings),
-            "release": __version__,
-        }
-    )
+    metrics.journal_bytes.read = lambda: shard.durability.journal_bytes
+    metrics.journal_errors.read = lambda: shard.durability.journal_errors
+    metrics.snapshot_errors.read = lambda: shard.durability.snapshot_errors
+    metrics.shard_info.read = lambda: {
+        "run": shard.run.run_id,
+        "shard": str(settings.shard_index),
+        "shards": str(settings.num_shards),
+        "method": shard.run.method,
+        "device": str(shard.device),
+        "durability": _durability(settings),
+        "release": __version__,
+    }

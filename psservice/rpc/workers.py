@@ -56,7 +56,7 @@ class WorkerCalls:
         self._layouts = JoinLayouts(shard)
         self._training_budget = MemoryBudget(self._settings.inflight_bytes)
         self._download_budget = MemoryBudget(self._settings.inflight_bytes)
-        self._sized: tuple[ModelLayout | None, int, int] = (None, largest_stream(None, 0), 0)
+        self._limited: tuple[ModelLayout | None, tuple[int, int, int]] | None = None  # of a layout
         self._metrics.bytes_in_flight.set_function(
             lambda: self._training_budget.bytes + self._download_budget.bytes + shard.uploads.nbytes
         )
@@ -173,15 +173,15 @@ class WorkerCalls:
         shard = self._shard
         call.raw = None if shard.durability.events.journal is None else []
         with self._stream(call) as reservation:
-            receiving = NO_SPAN
+            receiving, member = NO_SPAN, None
 
             def admit(header: pb.PushHeader) -> Span:
-                nonlocal receiving
+                nonlocal receiving, member
                 identity = self._identify(call, header.identity)
                 reservation.belongs_to(identity.worker_id)
                 call.on_received = partial(shard.leases.received, identity)
                 receiving = tracing.begin("receive")
-                check_push(shard, identity, header.step)
+                member = check_push(shard, identity, header.step)
                 finished_of(header)  # refused here, before the rest of it is received
                 return shard.span
 
@@ -191,14 +191,13 @@ class WorkerCalls:
                 )
             finally:
                 receiving.end()
-            identity = self._identity(header.identity)
-            answer, repeated = apply_push(shard, header, segments, call.raw or [])
+            answer, repeated = apply_push(shard, header, segments, call.raw or ())
             self._finish(call)
             if repeated:
                 self._metrics.repeated_pushes.inc()
-            shard.leases.require(identity).push_bytes += call.received_bytes
-            self._metrics.received_bytes.labels(rpc="PushSparse").inc(call.received_bytes)
-            self._answered("PushSparse")
+            assert member is not None
+            member.push_bytes += call.received_bytes
+            self._metrics.count("PushSparse", 1, call.received_bytes, dense_bytes=self._limits()[2])
             return pb.PushSparseResponse(
                 version=answer.version,
                 staleness=answer.staleness,
@@ -214,9 +213,11 @@ class WorkerCalls:
         """Send a worker what its replica lacks."""
         shard = self._shard
         identity = self._identify(call, request.identity)
+        member = shard.leases.require(identity)
         if request.after_step:
             self._require_pushed(identity, request.after_step)
-        with self._training_budget.open(most_of_worker=self._most_of_worker) as reservation:
+        _, most_of_worker, dense = self._limits()
+        with self._training_budget.open(most_of_worker=most_of_worker) as reservation:
             reservation.belongs_to(identity.worker_id)
             asked = PullRequest(
                 base_version=request.base_version if request.has_base else None,
@@ -225,7 +226,7 @@ class WorkerCalls:
                 replica_is_image=request.image,
                 link_bytes_per_second=request.link_bytes_per_second,
             )
-            reply = pull(shard, identity, request.generation, asked, reservation.add)
+            reply = pull(shard, member, request.generation, asked, reservation.add)
             self._finish(call)
             header = pb.PullHeader(
                 mode=REPLY_MODES[reply.mode],
@@ -235,8 +236,9 @@ class WorkerCalls:
                 image=reply.image,
                 run_state=RUN_STATES[shard.run.state],
             )
-            call.on_sent = partial(self._sent, "PullDiff", shard.leases.require(identity))
-            self._answered("PullDiff")  # before the last message, so that a worker which has read that finds the count
+            call.on_sent = partial(self._sent, "PullDiff", member)
+            # Before the last message, so that a worker which has read that finds the count.
+            self._metrics.count("PullDiff", 1, dense_bytes=dense)
             yield from self._pull_messages(header, reply)
 
     def exchange_buffers(self, call: Call) -> Reading[pb.ExchangeBuffersRequest, Iterator[pb.ExchangeBuffersResponse]]:
@@ -253,7 +255,7 @@ class WorkerCalls:
             data = reader.finish()
             require_end((yield))
             average = exchange_buffers(shard, identity, header.generation, header.step, header.samples, data)
-        self._metrics.received_bytes.labels(rpc="ExchangeBuffers").inc(call.received_bytes)
+        self._metrics.count("ExchangeBuffers", received_bytes=call.received_bytes)
         call.on_sent = partial(self._sent, "ExchangeBuffers", None)
         pieces = frames.encode_bytes(average, self._settings.chunk_bytes)
         return (pb.ExchangeBuffersResponse(buffers=piece) for piece in pieces)
@@ -280,15 +282,10 @@ class WorkerCalls:
         return identity
 
     def _require_pushed(self, identity: Identity, step: int) -> None:
-        """Raise :class:`NotYetError` where a worker's push of a step is not applied."""
-        shard = self._shard
-        shard.leases.require(identity)
-
-        def is_over() -> bool:
-            return shard.dedup.record(identity).step >= step or not shard.leases.is_live(identity)
-
-        if not is_over():
-            raise NotYetError(identity, is_over)
+        """Raise :class:`NotYetError` where the push of a step is not applied of a worker that has a lease."""
+        dedup, leases = self._shard.dedup, self._shard.leases
+        if dedup.record(identity).step < step:
+            raise NotYetError(identity, lambda: dedup.record(identity).step >= step or not leases.is_live(identity))
 
     def _finish(self, call: Call) -> None:
         """Have an answer wait until everything until now is durable, on a thread that may wait."""
@@ -297,33 +294,26 @@ class WorkerCalls:
 
     def _stream(self, call: Call) -> Reservation:
         """Open the reservation of a stream that a worker sends."""
-        call.reservation = self._training_budget.open(self._most_of_stream, self._most_of_worker)
+        most_of_stream, most_of_worker, _ = self._limits()
+        call.reservation = self._training_budget.open(most_of_stream, most_of_worker)
         return call.reservation
 
-    @property
-    def _most_of_stream(self) -> int:
-        return self._settings.stream_bytes or self._sizes()[0]
-
-    @property
-    def _most_of_worker(self) -> int:
-        return self._settings.worker_bytes or 2 * self._most_of_stream
-
-    def _sizes(self) -> tuple[int, int]:
-        """Return the bytes that a valid stream may occupy, and those of all elements; computed once for a layout."""
+    def _limits(self) -> tuple[int, int, int]:
+        """Return the bytes that a stream may occupy, those that a worker may, and those of all elements."""
         layout = self._shard.layout
-        if self._sized[0] is not layout and layout is not None:
-            span = self._shard.span
-            self._sized = layout, largest_stream(layout, span.length), dense_bytes(layout, span)
-        return self._sized[1:]
+        if self._limited is None or self._limited[0] is not layout:
+            dense, elements = 0, 0
+            if layout is not None:
+                span = self._shard.span
+                dense, elements = dense_bytes(layout, span), span.length
+            stream = self._settings.stream_bytes or largest_stream(layout, elements)
+            self._limited = layout, (stream, self._settings.worker_bytes or 2 * stream, dense)
+        return self._limited[1]
 
     def _sent(self, rpc: str, member: Member | None, nbytes: int) -> None:
-        self._metrics.sent_bytes.labels(rpc=rpc).inc(nbytes)
+        self._metrics.count(rpc, sent_bytes=nbytes)
         if member is not None:
             member.pull_bytes += nbytes
-
-    def _answered(self, rpc: str) -> None:
-        self._metrics.answered.labels(rpc=rpc).inc()
-        self._metrics.dense_bytes.labels(rpc=rpc).inc(self._sizes()[1])
 
     @traced("encode")
     def _pull_messages(self, header: pb.PullHeader, reply: Reply) -> Iterator[bytes]:

@@ -5,33 +5,32 @@ from dataclasses import replace
 
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.frames import WireForm
+from psservice.cluster.member import Member
 from psservice.cluster.run import RunState
 from psservice.model.exact_reply import Reserve
 from psservice.model.reply_session import PullRequest, Reply, ReplyMaker
 from psservice.shard.lifecycle import close_due_rounds
 from psservice.shard.shard import Shard
-from psservice.types import Identity
 
 
 def pull(
-    shard: Shard, identity: Identity, generation: int, request: PullRequest, reserve: Reserve = lambda nbytes: None
+    shard: Shard, member: Member, generation: int, request: PullRequest, reserve: Reserve = lambda nbytes: None
 ) -> Reply:
-    """Answer a pull, exactly or top-k; ``reserve`` charges what the answer occupies, before it is made.
+    """Answer a live member's pull, exactly or top-k; ``reserve`` charges what the answer occupies, before it is made.
 
     The answer may be sent after ``durability.events.wait``.
     """
-    member = shard.leases.require(identity)
     if request.base_end and not shard.span.start < request.base_end <= shard.span.end:
         raise Rejected(
             ErrorCode.BAD_REQUEST, f"base_end is {request.base_end}; it must be an index that the shard owns"
         )
     close_due_rounds(shard)
     if shard.synchronizer is not None and shard.run.state is RunState.TRAINING:
-        shard.synchronizer.require_closed(identity.worker_id)
+        shard.synchronizer.require_closed(member.identity.worker_id)
     synchronizer = shard.require_synchronizer(generation)
     model, base_version = synchronizer.model_for(member, request.base_version, request.acknowledged)
     form = WireForm(allowed=member.index_codecs, link_bytes_per_second=_link_class(request.link_bytes_per_second))
-    seen = replace(request, base_version=base_version)
+    seen = request if base_version == request.base_version else replace(request, base_version=base_version)
     reply = ReplyMaker(model, shard.apply_thread, member.downlink, shard.topk, seen, form, reserve).answer()
     shard.apply_thread.require_whole()  # a top-k reply is read beside the apply thread
     member.reply_mode, member.reply_density = reply.mode, reply.density

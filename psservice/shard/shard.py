@@ -24,6 +24,7 @@ from psservice.model.training_mode import TrainingMode
 from psservice.observability.metrics import Metrics
 from psservice.policy.admission import Admission
 from psservice.policy.reply_mode import ReplyRule
+from psservice.policy.staleness import StalenessScaling
 from psservice.recovery.capture import Content
 from psservice.recovery.durability import Durability
 from psservice.recovery.final_model import FinalModel, ModelCopy
@@ -79,6 +80,7 @@ class Shard:
         self.admission = Admission(
             settings.max_staleness, settings.ssp_bound if self.is_coordinator else 0, settings.max_update_norm
         )
+        self.scaling = StalenessScaling(settings.staleness_step == "adaptive", settings.rescale_speed)
         self.topk = TopKSettings(
             settings.down_density,
             settings.down_dense_below,
@@ -107,6 +109,8 @@ class Shard:
     @property
     def span(self) -> Span:
         """The shard's part of the layout; raises :class:`Rejected` (``NOT_INITIALISED``) before the first join."""
+        if (model := self.model) is not None:
+            return model.span
         if self.layout is None:
             raise Rejected(ErrorCode.NOT_INITIALISED, "no worker has joined yet, so the model is not known")
         return self.layout.shard_spans(self.settings.num_shards)[self.settings.shard_index]
@@ -118,14 +122,17 @@ class Shard:
 
     def is_small(self) -> bool:
         """Tell whether anything that is done with all parameters is little work, and nothing waits for a disk."""
-        model = self.model
-        return model is not None and model.span.length <= _SMALL_ELEMENTS and not self.durability.events.must_wait
+        synchronizer = self.synchronizer
+        if synchronizer is None or self.durability.events.must_wait:
+            return False
+        span = synchronizer.model.span
+        return span.end - span.start <= _SMALL_ELEMENTS
 
     def set_model(self, model: ModelShard) -> None:
         """Replace the model; while nothing is served, or the apply thread is held."""
         events = self.durability.events
         self.synchronizer = synchronizer_for(model, self.leases, events, self.apply_thread, self.metrics)
-        self.metrics.version.set(model.version)
+        self.metrics.version = model.version
 
     def is_alone(self, identity: Identity) -> bool:
         """Tell whether there is no model and no worker but this one, which may then change what was agreed on."""

@@ -81,7 +81,7 @@ class RoundSynchronizer(Synchronizer):
         self.events.closed_round(self.model.version + 1)
         with self.apply_thread.all_or_stop():
             version = self.model.close_round()
-        self.metrics.version.set(version)
+        self.metrics.version = version
 
     def require_closed(self, worker: str) -> None:
         """Refuse contributors to the open round."""

@@ -59,7 +59,7 @@ def called(shard: Shard, handler: Any, rpc: str, request: Any) -> list[Any]:
     """
     call = Call(rpc, ANONYMOUS_ADMIN)
     try:
-        with shard.drain_gate.track() if RULES[rpc].changes else nullcontext():
+        with shard.drain_gate if RULES[rpc].changes else nullcontext():
             if isinstance(request, list):
                 answer = _read(handler(call), call, request)
             else:

@@ -129,7 +129,7 @@ def push_of(who, step, generation, base, samples, segments, learning_rate=0.0, f
 
 def pull(shard, who=ANNA, *, generation=None, base=None, acknowledged=0, image=False):
     generation = present(shard) if generation is None else generation
-    reply = pulling.pull(shard, who, generation, PullRequest(base, acknowledged, image))
+    reply = pulling.pull(shard, shard.leases.require(who), generation, PullRequest(base, acknowledged, image))
     shard.durability.events.wait()
     return reply
 

@@ -54,7 +54,7 @@ def calls_of(shard):
 
 def test_a_door_counts_who_is_inside_and_lets_nobody_in_while_it_is_closed():
     door = DrainGate()
-    with door.track():
+    with door:
         door.require_open()
         door.is_closed = True
         assert door.in_flight == 1
@@ -68,7 +68,7 @@ def test_nothing_comes_in_behind_a_count_that_has_reached_zero():
     door, acted, counts = DrainGate(), [], []
 
     def call():
-        with door.track():
+        with door:
             try:
                 door.require_open()
             except Rejected:
@@ -120,7 +120,7 @@ def test_a_push_that_was_inside_when_the_door_closed_is_applied(shard):
 def test_the_process_is_stopped_when_nothing_is_under_way_and_not_before(shard):
     call, told = calls_of(shard)
     stop = pb.DrainRequest(action=pb.DRAIN_ACTION_STOP)
-    with shard.drain_gate.track():
+    with shard.drain_gate:
         assert not call("Drain", stop).stopping
     assert told == ["changed"]
     assert call("Drain", stop).stopping

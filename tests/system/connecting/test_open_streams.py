@@ -12,6 +12,7 @@ from psclient.errors import from_rpc_error
 from pscore.wire.errors import ErrorCode
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.app.server import Server
+from psservice.rpc import dispatcher
 from psservice.settings import ServerSettings
 from tests.system.connecting.test_raw_client import RawWorker
 from tests.system.tools import wait_until
@@ -218,3 +219,22 @@ def test_a_pull_that_waits_occupies_memory_that_is_counted(start):
     pushes.send(*push_of(worker, 1))
     assert next(pulls.call).header.version == 1
     wait_until(lambda: budget.bytes == 0)
+
+
+def test_silent_streams_of_many_workers_stay_open(start, monkeypatch):
+    """Beyond the bound for everybody, two for each worker with a lease."""
+    monkeypatch.setattr(dispatcher, "_MOST_SILENT", 4)
+    server = start(lease_seconds=3600)
+    workers = [RawWorker(server.address, f"w{number}", N) for number in range(6)]
+    for each in workers:
+        each.join()
+    streams = [Stream(method) for each in workers for method in (each.stub.PushSparse, each.stub.PullDiff)]
+    wait_until(lambda: len(server._dispatcher._silent) == 12)
+    silent = [Stream(workers[0].stub.PushSparse) for _ in range(8)]
+    wait_until(lambda: len(server._dispatcher.open_calls) == 16)
+    for number in (4, 6, 8, 10):  # the four oldest have given way
+        streams[number].send(*push_of(workers[number // 2], 1))
+    assert sorted(next(streams[number].call).version for number in (4, 6, 8, 10)) == [1, 2, 3, 4]
+    assert stream_ends(streams[0]) is grpc.StatusCode.CANCELLED
+    for stream in (*streams, *silent):
+        stream.end()

@@ -1,0 +1,86 @@
+"""A call on the event loop: its waits for its client, and the threads that work on it."""
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from psservice.rpc.calls import Call, Lane, Rule
+
+Result = TypeVar("Result")
+
+
+class StalledError(Exception):
+    """The client has stalled a call for too long, or the server stops."""
+
+
+class Pool:
+    """A lane's threads; ``at_work`` counts the requests that have one, or wait for one."""
+
+    def __init__(self, lane: Lane, threads: int) -> None:
+        self.executor, self.at_work = ThreadPoolExecutor(threads, f"rpc-{lane.value}"), 0
+
+
+@dataclass(slots=True, eq=False)
+class OpenCall:
+    """The event loop's side of a call. Times are those of ``time.monotonic``, which is asyncio's clock.
+
+    A timer that is set anew at every wait would cost more than most waits. So a call has one timer for all waits: when
+    it ends, it compares with the wait that goes on then.
+    """
+
+    call: Call  # the request that is being served, or was served last
+    context: Any
+    rule: Rule
+    pool: Pool
+    observe: Callable[[float], None]  # notes the seconds of a request
+    loop: asyncio.AbstractEventLoop
+    task: "asyncio.Task[Any]"
+    started: float
+    until: float | None = None  # of the present wait for the client
+    why: str = ""
+    timer: asyncio.TimerHandle | None = None
+    was_cut: bool = False
+    is_answered: bool = False  # the last message is on its way
+    is_idle: bool = False  # between two requests
+
+    async def wait(self, client: Awaitable[Result], until: float, why: str) -> Result:
+        """Wait for the client; raises :class:`StalledError`."""
+        self.until, self.why = until, why
+        if until < math.inf and (self.timer is None or self.timer.when() > until):
+            self._set_timer(until)
+        try:
+            return await client
+        except asyncio.CancelledError:
+            if self.was_cut and not self.task.uncancel():
+                raise StalledError(self.why) from None
+            raise
+        finally:
+            self.until = None
+
+    def cut(self, why: str = "") -> None:
+        """End the call where it waits for its client."""
+        if self.until is not None and not self.was_cut:
+            self.why, self.was_cut = why or self.why, True
+            self.task.cancel()
+
+    def end(self) -> None:
+        """Free the timer."""
+        if self.timer is not None:
+            self.timer.cancel()
+
+    def _set_timer(self, until: float) -> None:
+        self.end()
+        self.timer = self.loop.call_at(until, self._compare)
+
+    def _compare(self) -> None:
+        self.timer = None
+        if self.until is None or self.until == math.inf:
+            return
+        if self.until > time.monotonic():
+            self._set_timer(self.until)
+        else:
+            self.cut()
