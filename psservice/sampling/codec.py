@@ -109,7 +109,7 @@ def to_plain(datasets: Datasets) -> list[Any]:
     """Write all datasets as values that JSON has, for a manifest."""
 
     def shares(found: Mapping[Identity, Ranges]) -> list[Any]:
-        return [[*astuple(holder), list(ranges)] for holder, ranges in found.items()]
+        return [[*holder, list(ranges)] for holder, ranges in found.items()]
 
     def epochs(found: Mapping[int, Epoch]) -> list[Any]:
         return [[n, epoch.fresh, shares(epoch.held), shares(epoch.returned)] for n, epoch in found.items()]
