@@ -135,9 +135,9 @@ class Popen(_Execute):  # type: ignore[type-arg]
 
 def spawn(path: Any, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
     """Stands in for ``multiprocessing.util.spawnv_passfds``: the new process is forked."""
-    if not _server.is_here:
-        return _spawn(path, arguments, descriptors)
     words = [os.fsdecode(word) for word in arguments]
+    if not _server.is_here or "--multiprocessing-fork" not in words:  # its own fork server, and its tracker
+        return _spawn(path, arguments, descriptors)
     request = {
         "words": words[words.index("-c") :],  # flags stand before it
         "environment": dict(os.environ),
