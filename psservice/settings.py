@@ -156,7 +156,7 @@ class ServerSettings(LayeredSettings):
 
     lease_seconds: float = _setting(15.0, "time after which a worker's lease ends without renewal", ge=0.5)
     chunk_bytes: int = _setting(
-        DEFAULT_CHUNK_BYTES, "largest payload of a message", ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES
+        DEFAULT_CHUNK_BYTES, "largest payload of a chunk", ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES
     )
     ledger_multiple: float = _setting(
         1.0, "changed entries to remember for exact replies, as a multiple of the shard's elements", gt=0
