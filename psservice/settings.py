@@ -117,7 +117,9 @@ class ServerSettings(LayeredSettings):
     max_update_norm: float = setting(0.0, "refuse pushes of a greater L2 norm; 0: no limit", ge=0, allow_inf_nan=False)
 
     lease_seconds: float = setting(15.0, "time after which a worker's lease ends without renewal", ge=0.5)
-    chunk_bytes: int = setting(DEFAULT_CHUNK_BYTES, "payload of a message", ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES)
+    chunk_bytes: int = setting(
+        DEFAULT_CHUNK_BYTES, "largest payload of a chunk", ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES
+    )
     ledger_multiple: float = setting(1.0, "entries of the change log, as a multiple of the shard's elements", gt=0)
     apply_queue_limit: int = setting(256, "pushes that may wait to be applied; more are refused with BUSY", ge=1)
     image_bytes: int = setting(4 << 30, "memory of replicas' images (top-k replies); replies are exact beyond", ge=0)

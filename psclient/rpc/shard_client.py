@@ -27,13 +27,13 @@ from pscore.telemetry.span import TraceSpan
 from pscore.wire import frames
 from pscore.wire.codecs.names import INDEX_CODECS, VALUE_CODECS
 from pscore.wire.dense import (
+    MessageSize,
     bytes_of,
     chunk_field,
     chunk_message,
     cut,
     dense_chunk,
     field_bytes,
-    message_bytes,
     split_values,
 )
 from pscore.wire.errors import ErrorCode, Rejected
@@ -42,8 +42,6 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 _SMALLEST_BYTES = 64 << 10  # below it, a time depends more on delay than on bandwidth
 _REMEMBERED = 16  # transfers
 _LEAST_UPLOAD_BYTES = 256 << 10  # of a chunk: what one second brings on a line of 2 Mbit/s, and what a cut loses
-_UPLOAD_CHUNK_SECONDS = 0.1  # of sending, that a larger chunk may take
-_SENT_BEFORE = 16  # times a larger chunk's bytes: the first messages go into buffers, however slow the line is
 _PIECE_ELEMENTS = 4 << 20  # that are copied to the host, as fp32, at a time
 
 
@@ -420,20 +418,18 @@ class ShardClient:
 
         def messages(known: pb.UploadModelResponse) -> Iterator[bytes]:
             yield request
-            checksum, size, sent, began = known_part(known.received), least, 0, time.monotonic()
+            checksum, size = known_part(known.received), MessageSize(least)
             known_bytes = known.received_buffer_bytes if checksum.entries else 0
             for dtype, run in runs:
                 while (start := self.span.start + checksum.entries) < run.end:
-                    part = Span(start, min(run.end, start + size // dtype.itemsize))
+                    part = Span(start, min(run.end, start + size.nbytes // dtype.itemsize))
                     chunk, data = dense_chunk(part, dtype), values(part, dtype)
                     checksum.add(chunk, *data)
                     message = chunk_message(chunk, *data)
                     yield message
                     policy.progressed()
                     moved(checksum.entries, len(message) + frames.FRAMING_BYTES)
-                    sent += len(message)
-                    rate = sent / max(time.monotonic() - began, 1e-6)
-                    size = max(least, min(message_bytes(rate, _UPLOAD_CHUNK_SECONDS), sent // _SENT_BEFORE))
+                    size.sent(len(message))
             for piece in frames.encode_bytes(buffers, least):
                 if piece.offset >= known_bytes:
                     yield pb.UploadModelRequest(buffers=piece).SerializeToString()

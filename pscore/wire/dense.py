@@ -5,6 +5,7 @@ field, stay outside: the sender appends them to what the library has written, th
 by the library and the values from the message as it came.
 """
 
+import time
 from collections.abc import Iterator
 from itertools import islice
 from typing import cast
@@ -26,6 +27,8 @@ _CHUNK_TAG = bytes([pb.UploadModelRequest.CHUNK_FIELD_NUMBER << 3 | 2])  # the s
 _VALUES_TAG = bytes([pb.Chunk.VALUES_FIELD_NUMBER << 3 | 2])
 _SMALL_BYTES = 4 << 10  # of a message, from which the library's copies cost more than finding the values
 _MOST_FIELDS = 8  # of a message, that are searched for values
+_MESSAGE_SECONDS = 0.1  # that a message of a whole model may take
+_SENT_BEFORE = 16  # times a larger message's bytes
 _MOST_BYTES = (4 << 20) - (64 << 10)  # of a message; gRPC's own limit is 4 MiB
 
 
@@ -54,6 +57,23 @@ def chunk_message(chunk: pb.Chunk, *values: memoryview) -> bytes:
 def message_bytes(link_bytes_per_second: float | None, seconds: float) -> int:
     """Return how many bytes a message may have that takes so long on a link: up to 4 MiB; 0 on an unknown link."""
     return min(_MOST_BYTES, int(seconds * (link_bytes_per_second or 0)))
+
+
+class MessageSize:
+    """How large the messages of a stream of values may be: at first ``nbytes``, then as the link proves to be fast.
+
+    The first messages go into buffers, however slow the link is, and prove nothing.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = self._least = nbytes
+        self._sent, self._began = 0, time.monotonic()
+
+    def sent(self, nbytes: int) -> None:
+        """Count a message that is on its way."""
+        self._sent += nbytes
+        rate = self._sent / max(time.monotonic() - self._began, 1e-6)
+        self.nbytes = max(self._least, min(message_bytes(rate, _MESSAGE_SECONDS), self._sent // _SENT_BEFORE))
 
 
 def split_values(raw: bytes, *, several: bool) -> tuple[bytes, list[memoryview]]:

@@ -22,7 +22,7 @@ from pscore.wire.codecs.names import (
     READABLE_VALUE_CODECS,
     VALUE_CODECS,
 )
-from pscore.wire.dense import chunk_message, cut, dense_chunks, field_bytes
+from pscore.wire.dense import MessageSize, chunk_message, dense_chunks, field_bytes
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message, place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -158,12 +158,15 @@ class WorkerCalls:
                     buffer_bytes=packed_bytes(specs),
                 )
             )
-            checksum = frames.Checksum()
-            for part in cut(model.span, self._settings.chunk_bytes // 4):
+            checksum, size, end = frames.Checksum(), MessageSize(self._settings.chunk_bytes), model.span.start
+            while end < model.span.end:
+                part = Span(end, min(model.span.end, end + size.nbytes // 4))
                 for sent in model.as_sent(SparseSlice(part, None, copy.read(part))):
-                    for chunk, values in dense_chunks(sent, self._settings.chunk_bytes):
+                    for chunk, values in dense_chunks(sent, size.nbytes):
                         checksum.add(chunk, values)
                         yield chunk_message(chunk, values)
+                        size.sent(values.nbytes)
+                end = part.end
             for piece in frames.encode_bytes(pack(copy.buffers[s.name] for s in specs), self._settings.chunk_bytes):
                 yield pb.DownloadModelResponse(buffers=piece)
             yield pb.DownloadModelResponse(commit=checksum.commit())

@@ -12,6 +12,7 @@ from pscore.wire import frames
 from pscore.wire.codecs.values import CODEC_OF_DTYPE
 from pscore.wire.dense import (
     DenseReader,
+    MessageSize,
     bytes_of,
     chunk_field,
     chunk_message,
@@ -108,6 +109,19 @@ def test_values_are_found_in_messages_of_several_chunks(drawn, begins, ends):
 @pytest.mark.parametrize(("rate", "expected"), [(None, 0), (1e6, 20_000), (1e9, (4 << 20) - (64 << 10))])
 def test_a_message_takes_so_long_and_is_smaller_than_the_largest_of_grpc(rate, expected):
     assert message_bytes(rate, 0.02) == expected
+
+
+@pytest.mark.parametrize(("rate", "last"), [(1e5, 1 << 18), (2e7, 2_000_000), (1e10, (4 << 20) - (64 << 10))])
+def test_messages_of_a_model_grow_with_the_link_and_not_before_it_has_shown_its_speed(rate, last, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    size, sent = MessageSize(1 << 18), 0
+    for _ in range(200):
+        sent += size.nbytes
+        now += size.nbytes / rate
+        size.sent(size.nbytes)
+        assert size.nbytes <= max(1 << 18, sent // 16)
+    assert size.nbytes == pytest.approx(last, rel=1e-6)
 
 
 @given(st.data(), HEADS, SIZES, st.sampled_from(STREAMS))
