@@ -302,7 +302,7 @@ class LogReplayer:
 
 def on_device(update: SparseSlice | None, device: torch.device) -> SparseSlice | None:
     """Move an update to where the parameters are."""
-    if update is None:
-        return None
+    if update is None or update.values.device == device:
+        return update
     offsets = None if update.offsets is None else update.offsets.to(device)
     return SparseSlice(update.span, offsets, update.values.to(device))
