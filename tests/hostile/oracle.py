@@ -72,11 +72,17 @@ def most_memory(chunk: pb.Chunk) -> int:
 
 
 def decode_within_memory(chunk: pb.Chunk, within: Span = ANYWHERE) -> Rejected | None:
-    """As :func:`decode`, and see that Python's memory stays within bounds meanwhile (tracing must be on)."""
-    tracemalloc.reset_peak()
-    before = tracemalloc.get_traced_memory()[0]
-    _segment_or_refusal(chunk, within)
-    peak = tracemalloc.get_traced_memory()[1] - before
+    """As :func:`decode`, and see that Python's memory stays within bounds meanwhile (tracing must be on).
+
+    The least of three counts: a loop is loaded at its first use, and another thread may compile beside this one.
+    """
+    peak = most_memory(chunk) + 1
+    for _ in range(3):
+        if peak > most_memory(chunk):
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            _segment_or_refusal(chunk, within)
+            peak = tracemalloc.get_traced_memory()[1] - before
     assert peak <= most_memory(chunk), f"{peak} bytes for a chunk of {chunk.ByteSize()} bytes, {chunk.count} entries"
     return decode(chunk, within)
 
