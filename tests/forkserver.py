@@ -186,29 +186,29 @@ def _serve(listening: socket.socket) -> dict[str, Any] | None:
         between = os.fork()
         if between == 0:
             first_parent = os.getpid()
-            pid = os.fork()
-            if pid == 0:
+            if os.fork() == 0:
                 break
-            os.write(write_end, str(pid).encode())
             os._exit(0)
         os.waitpid(between, 0)
-        listening.send(os.read(read_end, _MESSAGE_BYTES))  # no earlier: the process has its new parent by now
-        for descriptor in (*descriptors, read_end, write_end):
+        os.close(write_end)
+        listening.send(os.read(read_end, _MESSAGE_BYTES))
+        for descriptor in (*descriptors, read_end):
             os.close(descriptor)
+    request: dict[str, Any] = json.loads(data)
+    if request["session"]:
+        os.setsid()
+    while os.getppid() == first_parent:  # a server ends when its parent is not the one that it was told
+        time.sleep(0.001)
+    os.write(write_end, str(os.getpid()).encode())  # no earlier: who asks may signal the process's group at once
     for descriptor in (read_end, write_end, listening.detach()):
         os.close(descriptor)
-    request: dict[str, Any] = json.loads(data)
     _place(descriptors, request["numbers"])
     if request["words"][:2] != ["-m", "psservice"]:  # which starts no other
         _fork_here_too(request["numbers"])
-    if request["session"]:
-        os.setsid()
     os.environ.clear()
     os.environ.update(request["environment"])
     _show([sys.executable, *request["words"]], request["environment"])
     os.chdir(request["directory"])
-    while os.getppid() == first_parent:  # a server ends when its parent is not the one that it was told
-        time.sleep(0.001)
     return request
 
 
