@@ -16,6 +16,7 @@ from pscore.config import LayeredSettings, setting
 from pscore.net.addresses import AddressError, expand
 from pscore.net.channels import Security
 from pscore.select import DEFAULT_DENSE_BELOW, DEFAULT_SELECTOR, SELECTORS
+from pscore.units import LONGEST_SECONDS
 from pscore.wire.codecs.names import INDEX_CODECS, VALUE_CODECS
 
 OnLoad = Literal["error", "server", "replace"]
@@ -63,7 +64,10 @@ class ClientSettings(LayeredSettings):
     token: SecretStr = setting(SecretStr(""), "bearer token; better a file, or the environment")
     token_file: Path | None = setting(None, "file that holds the bearer token; read at each connection")
     deadline_seconds: float = setting(
-        30.0, "longest time for one call; of a push, a pull or a model, without a byte that moves", gt=0
+        30.0,
+        "longest time for one call; of a push, a pull or a model, without a byte that moves",
+        gt=0,
+        le=LONGEST_SECONDS,
     )
     connect_seconds: float = setting(60.0, "how long the first contact is tried", gt=0)
     patience_seconds: float = setting(

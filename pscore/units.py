@@ -3,6 +3,9 @@
 import argparse
 import math
 
+LONGEST_SECONDS = 366 * 24 * 3600.0
+"""Of a deadline or a lease: far longer ones overflow in gRPC or in the system, and end at once."""
+
 
 def human_bytes(count: float) -> str:
     """Write a number of bytes with a decimal unit."""

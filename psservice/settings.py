@@ -14,6 +14,7 @@ from pscore.config import LayeredSettings, setting, unknown_setting
 from pscore.names import LONGEST_NAME, model_file_fault
 from pscore.net.channels import is_loopback
 from pscore.select import DEFAULT_DENSE_BELOW, DEFAULT_SELECTOR, SELECTORS
+from pscore.units import LONGEST_SECONDS
 from pscore.wire.codecs.names import VALUE_CODECS
 from pscore.wire.frames import DEFAULT_CHUNK_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 
@@ -116,7 +117,9 @@ class ServerSettings(LayeredSettings):
     delay_compensation: float = setting(0.0, "lambda of DC-ASGD (paper: 0.04); 0: none", ge=0, allow_inf_nan=False)
     max_update_norm: float = setting(0.0, "refuse pushes of a greater L2 norm; 0: no limit", ge=0, allow_inf_nan=False)
 
-    lease_seconds: float = setting(15.0, "time after which a worker's lease ends without renewal", ge=0.5)
+    lease_seconds: float = setting(
+        15.0, "time after which a worker's lease ends without renewal", ge=0.5, le=LONGEST_SECONDS
+    )
     chunk_bytes: int = setting(
         DEFAULT_CHUNK_BYTES, "largest payload of a chunk", ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES
     )

@@ -24,6 +24,8 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.select.kernels.segments import Integers
 from pscore.select.warm import warm
 
+_MOST_SETS = 16  # of all tensors, whose tables are kept; which tensors have a gradient may differ from step to step
+
 
 class Members(NamedTuple):
     """The tensors of a group that have a gradient and are trained.
@@ -61,6 +63,7 @@ class Compressor:
         self._groups, self._planner = groups, planner
         self._shares = np.zeros(len(model.parameters), np.float32)  # of the last update; at most one push is under way
         self._known: dict[tuple[int, int, int, bytes], Members] = {}
+        self._kept = 0  # tensors of all sets that are known
         self._generation = -1  # of the param groups, as the members have them
         self._buffer = WholeBuffer(model.layout.size)
         self._on_host = np.array([parameter.device.type == "cpu" for parameter in model.parameters])
@@ -113,10 +116,15 @@ class Compressor:
         if self._generation != self._groups.generation:
             self._generation = self._groups.generation
             self._known.clear()
+            self._kept = 0
         low, high = np.searchsorted(gradients.positions, (group.start, group.stop)).tolist()
         where = gradients.positions[low:high]
         key = group.start, group.stop, low, where.tobytes()
         if key not in self._known:
+            self._kept += len(where)
+            if self._kept > _MOST_SETS * len(self._model.parameters):
+                self._known.clear()
+                self._kept = len(where)
             numbers = self._groups.numbers_of(self._model.parameters)
             trained = numbers[where] >= 0
             on_table = trained & self._on_host[where] & self._is_compiled

@@ -19,7 +19,8 @@ class Gradients(dict[int, torch.Tensor]):
     Attributes:
         positions: int64 ``[m]``.
         sizes: int64 ``[m]``, elements.
-        addresses: int64 ``[m]``; 0 where no loop can read the tensor: not on the host, not contiguous, another dtype.
+        addresses: int64 ``[m]``; 0 where no loop can read the tensor: not on the host, not contiguous, another dtype,
+            negated by torch's mark only.
         kinds: int8 ``[m]``, as in :data:`~pscore.select.kernels.segments.KINDS`; -1 for another dtype.
     """
 
@@ -36,6 +37,7 @@ class Gradients(dict[int, torch.Tensor]):
         self.kinds = np.fromiter(map(KINDS.get, map(_dtype, used), repeat(-1)), np.int8, count)
         is_plain = np.fromiter(map(torch.Tensor.is_contiguous, used), bool, count)
         is_plain &= np.fromiter(map(_is_cpu, used), bool, count) & (self.kinds >= 0)
+        is_plain &= ~np.fromiter(map(torch.Tensor.is_neg, used), bool, count)
         if is_plain.all():
             self.addresses = np.fromiter(map(torch.Tensor.data_ptr, used), np.int64, count)
         else:

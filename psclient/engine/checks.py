@@ -24,16 +24,20 @@ def gather(model: TrainedModel, groups: ParamGroups, positions: range) -> dict[i
 
 
 def finite(model: TrainedModel, gradients: Mapping[int, torch.Tensor]) -> Gradients:
-    """Return the gradients (by position, ascending) dense.
+    """Return the gradients (by position, ascending) dense, as their memory has them.
 
     Raises:
         NonFiniteGradientError: one is not finite; the first such parameter is named.
-        ModelChangedError: one has another number of elements than its parameter had.
+        ModelChangedError: one has another number of elements than its parameter had, or its memory is freed.
     """
     found = Gradients(gradients)
-    sparse = [n for n in found.positions[found.addresses == 0].tolist() if found[n].is_sparse]
-    if sparse:
-        found = Gradients({**gradients, **{n: gradients[n].coalesce().to_dense() for n in sparse}})
+    odd = {n: _in_memory(found[n]) for n in found.positions[found.addresses == 0].tolist()}
+    if any(found[n] is not tensor for n, tensor in odd.items()):
+        found = Gradients({**gradients, **odd})
+    for n, tensor in odd.items():
+        if tensor.is_cpu and tensor.numel() and not tensor.data_ptr():
+            name, why = model.layout.parameters[n].name, "has a gradient whose memory is freed"
+            raise ModelChangedError(name, why, "call step() before it is, or set it to None")
     wrong = found.positions[found.sizes != model.sizes[found.positions]].tolist()
     if wrong:
         raise ModelChangedError(
@@ -49,6 +53,15 @@ def finite(model: TrainedModel, gradients: Mapping[int, torch.Tensor]) -> Gradie
     if bad:
         raise NonFiniteGradientError(model.layout.parameters[min(bad)].name)
     return found
+
+
+def _in_memory(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient dense, negated where torch has only noted that, and zeros where it has noted those."""
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().to_dense()
+    if gradient._is_zerotensor():
+        gradient = gradient + torch.zeros((), dtype=gradient.dtype, device=gradient.device)
+    return gradient.resolve_neg()
 
 
 def _first_of_any(gradients: Mapping[int, torch.Tensor]) -> list[int]:

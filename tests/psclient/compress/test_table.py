@@ -269,6 +269,38 @@ def test_a_gradient_that_has_lost_its_size_is_refused():
         finite(model, gradients)
 
 
+@pytest.mark.parametrize("size", [30, 20_000])
+def test_gradients_that_torch_has_only_marked_count_as_their_values(size):
+    parameters = [nn.Parameter(torch.zeros(size)) for _ in range(3)]
+    model = describe(None, [{"params": parameters}])
+    negated = torch.complex(torch.zeros(size), torch.ones(size)).conj().imag
+    assert negated.is_neg()
+    given = {0: torch._neg_view(torch.ones(size)), 1: torch._efficientzerotensor(size), 2: negated}
+    found = finite(model, given)
+    for n, value in enumerate((-1.0, 0.0, -1.0)):
+        assert np.array_equal(found[n].numpy(), np.full(size, value, np.float32))
+
+
+@pytest.mark.parametrize("size", [30, 20_000])
+def test_a_gradient_whose_memory_is_freed_is_refused(size):
+    parameters = [nn.Parameter(torch.zeros(size)) for _ in range(2)]
+    model = describe(None, [{"params": parameters}])
+    gradients = {0: torch.ones(size), 1: torch.ones(size)}
+    gradients[1].untyped_storage().resize_(0)
+    with pytest.raises(ModelChangedError, match="parameter_1"):
+        finite(model, gradients)
+
+
+def test_sets_of_gradients_that_vary_without_end_are_not_all_kept():
+    """As of a mixture of experts."""
+    model = Model(DGS, [torch.zeros(30) for _ in range(12)], [HYPER], 0, 0)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        chosen = (torch.rand(12, generator=generator) < 0.5).tolist()
+        model.compress({n: torch.ones(30) for n in range(12) if chosen[n]})
+    assert sum(len(key[-1]) // 8 for key in model.compressor._known) <= 16 * 12
+
+
 def test_a_dense_update_that_is_still_in_use_is_not_overwritten():
     model = Model(ASGD, [torch.zeros(30)], [HYPER | {"density": 1.0}], 0, 0)
     model.compress({0: torch.ones(30)})

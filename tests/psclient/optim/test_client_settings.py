@@ -32,6 +32,8 @@ def test_by_default_the_server_is_local():
         ("dense_below", "-1"),
         ("group_elements", "0"),
         ("deadline_seconds", "0"),
+        ("deadline_seconds", "1e10"),
+        ("deadline_seconds", "inf"),
         ("patience_seconds", "soon"),
     ],
 )

@@ -40,6 +40,8 @@ def test_settings_cannot_be_changed_afterwards():
         (["--down-mode", "sometimes"], "--down-mode"),
         (["--buffers", "maybe"], "--buffers"),
         (["--lease-seconds", "0.1"], "--lease-seconds"),
+        (["--lease-seconds", "1e300"], "--lease-seconds"),
+        (["--lease-seconds", "inf"], "--lease-seconds"),
         (["--chunk-bytes", "10"], "--chunk-bytes"),
         (["--chunk-bytes", str(4 << 20)], "--chunk-bytes"),
         (["--shard-index", "-1"], "--shard-index"),
