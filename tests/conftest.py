@@ -54,6 +54,14 @@ def clean_environment(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
+def interruptible():
+    """A command that a test runs in its own process leaves no signal handler to the tests behind it."""
+    yield
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
 def determinism():
     """One thread and a fixed seed."""
     torch.set_num_threads(1)

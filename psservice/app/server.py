@@ -209,7 +209,9 @@ class Server:
         host, asked = address.rpartition(":")[0], split_address(address)[1]
         try:
             port, number = bind_port(
-                asked, lambda each: self._loop.run(open_port(f"{host}:{each}", handlers, credentials))
+                asked,
+                lambda each: self._loop.run(open_port(f"{host}:{each}", handlers, credentials)),
+                self._named_ports(),
             )
         except RuntimeError as error:
             raise StartError(
@@ -219,11 +221,16 @@ class Server:
         self._ports.append(port)
         return f"{host}:{number}"
 
+    def _named_ports(self) -> set[int]:
+        """Return the ports that the settings name: no other address may take one before it is bound itself."""
+        named = (self.settings.listen, self.settings.health_listen, self.settings.metrics_listen)
+        return {split_address(address)[1] for address in named if address}
+
     def _start_web(self, operators: OperatorCalls) -> str:
         host, port = split_address(self.settings.metrics_listen)
         try:
             pages = application(self._metrics.registry, operators.status)
-            self._web = bind_port(port, lambda each: WebServer(host, each, pages))
+            self._web = bind_port(port, lambda each: WebServer(host, each, pages), self._named_ports())
         except OSError as error:
             raise StartError(
                 f"cannot listen on {self.settings.metrics_listen} (--metrics-listen; empty turns it off): {error}"

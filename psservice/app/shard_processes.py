@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from psservice.app.shared_health import SharedHealth
@@ -165,18 +165,28 @@ class ShardProcesses:
 
 def _with_ports(settings: ServerSettings) -> ServerSettings:
     """Choose free ports where the settings have port 0, so that a shard that is started again has the same ones."""
-    chosen = {}
+    chosen: dict[str, str] = {}
+    named: set[int] = set()
+    counts = {"listen": settings.shards, "metrics_listen": settings.shards, "health_listen": 1}
+    addresses = {name: getattr(settings, name) for name in counts if getattr(settings, name)}
+    for name, address in addresses.items():
+        port = split_address(address)[1]
+        named.update(range(port, port + counts[name]))
     with contextlib.ExitStack() as held:  # until all are chosen, so that they differ
-        for name, count in (("listen", settings.shards), ("metrics_listen", settings.shards), ("health_listen", 1)):
-            address = getattr(settings, name)
-            if address and split_address(address)[1] == 0:
-                first = bind_port(0, lambda port: _hold(address, port, count, held))  # noqa: B023
+        for name, address in addresses.items():
+            if split_address(address)[1] == 0:
+                first = bind_port(0, lambda port: _hold(address, port, counts[name], held, named))  # noqa: B023
                 chosen[name] = at_port(address, first)
     return settings.model_copy(update=chosen)
 
 
-def _hold(address: str, first: int, count: int, held: contextlib.ExitStack) -> int:
-    """Bind so many ports in a row until ``held`` closes, or raise ``OSError``; return the first one."""
+def _hold(address: str, first: int, count: int, held: contextlib.ExitStack, named: Collection[int]) -> int:
+    """Bind so many ports in a row until ``held`` closes; return the first one.
+
+    Raises ``OSError`` where one is taken, or is among the ``named``, which the settings give to another address.
+    """
+    if not set(range(first, first + count)).isdisjoint(named):
+        raise OSError("a port of another address")
     host = split_address(address)[0]
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with contextlib.ExitStack() as bound:

@@ -6,7 +6,7 @@ import random
 import resource
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -48,12 +48,15 @@ _UNNAMED_PORTS = range(20_000, 30_000)
 _TRIES = 100
 
 
-def bind_port(port: int, bind: Callable[[int], Result]) -> Result:
-    """Bind a port, or for 0 any free one of 20000 to 29999, and return or raise as ``bind`` does.
+def bind_port(port: int, bind: Callable[[int], Result], named: Collection[int] = ()) -> Result:
+    """Bind a port, or for 0 any free one of 20000 to 29999 but the ``named``, and return or raise as ``bind`` does.
 
     Linux itself assigns higher ports, and 50051 among them: the port of a server that may be restarting.
     """
-    *numbers, last = [port] if port else random.SystemRandom().sample(_UNNAMED_PORTS, _TRIES)
+    if port:
+        return bind(port)
+    unnamed = [number for number in _UNNAMED_PORTS if number not in named]
+    *numbers, last = random.SystemRandom().sample(unnamed, min(_TRIES, len(unnamed)))
     for number in numbers:
         with suppress(OSError, RuntimeError):
             return bind(number)
