@@ -30,7 +30,7 @@ from psservice.rpc.operators import OperatorCalls
 from psservice.rpc.ports import EventLoop, bind_port, open_port
 from psservice.rpc.status import bind_metrics
 from psservice.rpc.workers import WorkerCalls
-from psservice.settings import ServerSettings, shown, split_address
+from psservice.settings import ServerSettings, at_port, shown, split_address
 from psservice.shard.lifecycle import open_shard
 from psservice.storage.files import StorageError
 
@@ -206,11 +206,10 @@ class Server:
         credentials: grpc.ServerCredentials | None = None,
     ) -> str:
         """Open a port; return its address with the number that was bound."""
-        host, asked = address.rpartition(":")[0], split_address(address)[1]
         try:
             port, number = bind_port(
-                asked,
-                lambda each: self._loop.run(open_port(f"{host}:{each}", handlers, credentials)),
+                *split_address(address),
+                lambda each: self._loop.run(open_port(at_port(address, each), handlers, credentials)),
                 self._named_ports(),
             )
         except RuntimeError as error:
@@ -219,7 +218,7 @@ class Server:
                 "any" + ("; or do --tls-cert and --tls-key not belong together?" if credentials else "")
             ) from error
         self._ports.append(port)
-        return f"{host}:{number}"
+        return at_port(address, number)
 
     def _named_ports(self) -> set[int]:
         """Return the ports that the settings name: no other address may take one before it is bound itself."""
@@ -230,12 +229,12 @@ class Server:
         host, port = split_address(self.settings.metrics_listen)
         try:
             pages = application(self._metrics.registry, operators.status)
-            self._web = bind_port(port, lambda each: WebServer(host, each, pages), self._named_ports())
+            self._web = bind_port(host, port, lambda each: WebServer(host, each, pages), self._named_ports())
         except OSError as error:
             raise StartError(
                 f"cannot listen on {self.settings.metrics_listen} (--metrics-listen; empty turns it off): {error}"
             ) from error
-        return f"[{host}]:{self._web.server_port}" if ":" in host else f"{host}:{self._web.server_port}"
+        return at_port(self.settings.metrics_listen, self._web.server_port)
 
 
 def resolve_device(name: str) -> torch.device:

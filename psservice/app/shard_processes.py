@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -13,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from psservice.app.shared_health import SharedHealth
-from psservice.rpc.ports import bind_port
+from psservice.rpc.ports import bind_port, hold_port
 from psservice.settings import ServerSettings, at_port, split_address
 
 log = logging.getLogger(__name__)
@@ -175,22 +174,21 @@ def _with_ports(settings: ServerSettings) -> ServerSettings:
     with contextlib.ExitStack() as held:  # until all are chosen, so that they differ
         for name, address in addresses.items():
             if split_address(address)[1] == 0:
-                first = bind_port(0, lambda port: _hold(address, port, counts[name], held, named))  # noqa: B023
+                host = split_address(address)[0]
+                first = bind_port(host, 0, lambda port: _hold(host, port, counts[name], held, named))  # noqa: B023
                 chosen[name] = at_port(address, first)
     return settings.model_copy(update=chosen)
 
 
-def _hold(address: str, first: int, count: int, held: contextlib.ExitStack, named: Collection[int]) -> int:
+def _hold(host: str, first: int, count: int, held: contextlib.ExitStack, named: Collection[int]) -> int:
     """Bind so many ports in a row until ``held`` closes; return the first one.
 
     Raises ``OSError`` where one is taken, or is among the ``named``, which the settings give to another address.
     """
     if not set(range(first, first + count)).isdisjoint(named):
         raise OSError("a port of another address")
-    host = split_address(address)[0]
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with contextlib.ExitStack() as bound:
         for port in range(first, first + count):
-            bound.enter_context(socket.create_server((host, port), family=family))
+            bound.enter_context(hold_port(host, port))
         held.push(bound.pop_all())
     return first

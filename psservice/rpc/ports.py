@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 import resource
+import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Sequence
@@ -48,7 +49,7 @@ _UNNAMED_PORTS = range(20_000, 30_000)
 _TRIES = 100
 
 
-def bind_port(port: int, bind: Callable[[int], Result], named: Collection[int] = ()) -> Result:
+def bind_port(host: str, port: int, bind: Callable[[int], Result], named: Collection[int] = ()) -> Result:
     """Bind a port, or for 0 any free one of 20000 to 29999 but the ``named``, and return or raise as ``bind`` does.
 
     Linux itself assigns higher ports, and 50051 among them: the port of a server that may be restarting.
@@ -59,8 +60,14 @@ def bind_port(port: int, bind: Callable[[int], Result], named: Collection[int] =
     *numbers, last = random.SystemRandom().sample(unnamed, min(_TRIES, len(unnamed)))
     for number in numbers:
         with suppress(OSError, RuntimeError):
+            hold_port(host, number).close()  # gRPC would log an error, and its credentials work for one try only
             return bind(number)
     return bind(last)
+
+
+def hold_port(host: str, port: int) -> socket.socket:
+    """Bind a port until the socket is closed; raises ``OSError`` where it is taken."""
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 class EventLoop:
