@@ -59,7 +59,7 @@ class Overlap:
         self._stream = None if device is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._clock = GradientClock(device if len(devices) == 1 else None)
         self._handles: dict[int, RemovableHandle] = {}
-        self._committed: Job[StepReport | None] | None = None
+        self._commit_job: Job[StepReport | None] | None = None
         self._reset()
         self._count_members()
 
@@ -97,9 +97,9 @@ class Overlap:
         for number in range(len(self._push_pull.groups)):
             if number not in self._jobs:
                 self._submit(number)
-        self._committed = self._committed or self._compressing.submit(self._commit)
-        _await(self._committed)  # the last of the push's jobs
-        jobs, committed = list(self._jobs.values()), self._committed
+        self._commit_job = self._commit_job or self._compressing.submit(self._commit)
+        _await(self._commit_job)  # the last of the push's jobs
+        jobs, committed = list(self._jobs.values()), self._commit_job
         moments = self._reset()
         for job in jobs:
             job.result()  # raises the job's error
@@ -177,7 +177,7 @@ class Overlap:
     def _reset(self) -> dict[int, float]:
         """Begin a step; return when the gradients of the last one were ready, by position."""
         self._jobs: dict[int, Job[bool]] = {}
-        self._committed = None
+        self._commit_job = None
         self._seen: set[int] = set()
         self._versions: list[tuple[torch.Tensor, int]] = []
         return self._clock.take()

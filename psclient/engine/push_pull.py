@@ -43,7 +43,7 @@ class PushPull:
         self._spans: list[Span] = []  # of the groups of the push that was opened last
         self._places: list[dict[int, int]] = []  # of these groups in each shard's plan
         self._trace = Trace(self.groups, 0.0)
-        self._committed = self._awaited = 0.0
+        self._committed_at = self._awaited_commit_at = 0.0
         self._opened_span = self._awaited_span = NO_SPAN  # two: with overlap a push may open before the last reply
 
     @property
@@ -124,7 +124,7 @@ class PushPull:
         """End the push at every shard; from now on only an answer says whether it was applied."""
         for shard in self._cluster.shards:
             report.push_bytes += shard.send_commit()
-        self._committed = time.perf_counter()
+        self._committed_at = time.perf_counter()
 
     def ask(self) -> None:
         """Ask for the reply to the committed push ahead of its answer; :meth:`fetch` reads the reply."""
@@ -141,7 +141,7 @@ class PushPull:
 
         After :class:`ServerUnreachableError` some part has no answer: call again. After another error all is restored.
         """
-        self._awaited, self._awaited_span = self._committed, self._opened_span
+        self._awaited_commit_at, self._awaited_span = self._committed_at, self._opened_span
         outcome = self._cluster.await_ack()
         self.restore(outcome.refused)
         report.refused = len(outcome.refused)
@@ -179,8 +179,8 @@ class PushPull:
         report.changed_density = first.changed_density
         report.pull_bytes = sum(reply.bytes for reply in replies.values())
         report.pull_entries = sum(entries(reply.segments) for reply in replies.values())
-        if self._awaited:  # a push has been answered
-            report.round_trip_seconds = max(reply.arrived for reply in replies.values()) - self._awaited
+        if self._awaited_commit_at:  # a push has been answered
+            report.round_trip_seconds = max(reply.arrived for reply in replies.values()) - self._awaited_commit_at
 
     def unacked_parts(self) -> list[PushPart]:
         """Return the parts of the last push that have no answer, or were refused and are not restored."""

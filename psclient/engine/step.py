@@ -109,7 +109,7 @@ class Stepper:
             if self.overlap is not None and not self._end_reported:
                 # The loop may have read `finished` before the reply in the background changed it.
                 self._end_reported = True
-                self.drain()
+                self.finish_overlap()
                 self.overlap.forget()
                 return
             run_id = self._membership.identity.run_id
@@ -119,7 +119,7 @@ class Stepper:
             raise ConfigurationError("with overlap=True samples are counted at the calls of model=; leave samples out")
         found = self._gather_all()
         if not self.begun and self._pushed.matches(found):
-            self.rest()
+            self.finish_push()
             self._receive(self.report)
         elif self.overlap is None:
             self._step(found, samples, scale)
@@ -132,7 +132,7 @@ class Stepper:
 
     def flush(self, samples: int = 0) -> None:
         """Push all residuals whole; ``samples``: the first of those waiting, whose steps are in the residuals."""
-        self.rest()
+        self.finish_push()
         if self._membership.run_finished:
             return
         if self._samples is not None:
@@ -147,7 +147,7 @@ class Stepper:
 
     def pull(self) -> None:
         """Bring the parameters up to the server's without pushing, wherever they lie now."""
-        self.drain()
+        self.finish_overlap()
         self.settle_load(drops=True)
         self._await_unacked()
         self._fetch_and_apply()
@@ -171,7 +171,7 @@ class Stepper:
         if self._first_digest is not None:
             self._model.check_frozen()
         if changed:
-            self.rest()
+            self.finish_push()
             self._offer_model(name or self._model.layout.parameters[0].name, digest, drops=drops)
             self._fetch_and_apply(adopt_buffers=True)
         else:
@@ -185,25 +185,25 @@ class Stepper:
         before, on_load = membership.coordinator.generation, membership.settings.on_load
         accepted = membership.join(pb.LoadedModel(digest=digest, replaces=on_load == "replace"))
         if not accepted and on_load == "error" and not drops:
-            raise ModelLoadedError(tensor, membership.identity.run_id, membership.version)
+            raise ModelLoadedError(tensor, membership.identity.run_id, membership.joined_version)
         if not accepted:
             log.warning(
                 "the model that was loaded is dropped, as %s says: run %s goes on from its own, at version %d",
                 'on_load="server"' if on_load == "server" else "pull()",
                 shown(membership.identity.run_id),
-                membership.version,
+                membership.joined_version,
             )
         self._cluster.replica.accept()
         if membership.coordinator.generation == before or not all(shard.has_base for shard in self._cluster.shards):
             for shard in self._cluster.shards:
                 shard.forget_base()
 
-    def rest(self) -> None:
-        """Drain, and await the answer to the last push."""
-        self.drain()
+    def finish_push(self) -> None:
+        """Finish the work in the background, and await the answer to the last push."""
+        self.finish_overlap()
         self._await_unacked()
 
-    def drain(self) -> None:
+    def finish_overlap(self) -> None:
         """With overlap: end the work in the background, and apply the reply that is awaited.
 
         A reply to a replica that others have written to is dropped: the next step reports the writing.
@@ -229,9 +229,9 @@ class Stepper:
         self._add(report)
 
     def leave(self) -> None:
-        """Drain as far as possible in the time left, and leave the run."""
+        """Finish what can be in the time left, and leave the run."""
         try:
-            suppress_errors(self.drain)
+            suppress_errors(self.finish_overlap)
             if self._samples_since_exchange and not self._push_pull.unacked_parts():
                 suppress_errors(self._exchange_last_buffers)
         finally:

@@ -371,7 +371,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
 
     def _state_dict(self) -> dict[str, Any]:
         try:
-            self._stepper.drain()
+            self._stepper.finish_overlap()
         except ServerUnreachableError as error:
             log.warning("saving the state with a push in doubt: %s", error)
         state = state_as_refused(self.state, self._push_pull, super().state_dict)
@@ -393,7 +393,9 @@ class ParameterServerOptimizer(Optimizer, ABC):
         mark, plain = split(state_dict, self.name)
         if mark is None:
             plain = self._from_torch(plain)
-        self._worker.always(self._stepper.rest)  # a push that is applied later would count beside the loaded residuals
+        self._worker.always(
+            self._stepper.finish_push
+        )  # a push that is applied later would count beside the loaded residuals
         super().load_state_dict(plain)
         self._groups.assign(self.param_groups)
         self._worker.compressor.memories.states = self.state  # torch has put a new dict in the place of the old one

@@ -59,7 +59,7 @@ class Membership:
     Attributes:
         joins: how often the worker has joined; after another join, its samples may be leased to others.
         first_step: the lowest number that the next step should have, as of the last join.
-        version: of shard 0, as of the last join.
+        joined_version: of shard 0, as of the last join.
         last_push_record: incarnation and step of the last push under this name that shard 0 knew at the first join.
         upload_bytes: message bytes of models sent.
         digest: of the model with which this worker began the training by an upload; else empty.
@@ -80,7 +80,7 @@ class Membership:
         self.replica, self.buffers = replica, buffers
         self.identity = pb.WorkerIdentity(run_id=settings.run_id, worker_id=worker_id, incarnation=str(uuid.uuid4()))
         self.leases = LeaseThread(self.shards, self.identity)
-        self.joins = self.live_workers = self.first_step = self.version = self.upload_bytes = 0
+        self.joins = self.live_workers = self.first_step = self.joined_version = self.upload_bytes = 0
         self.run_settings, self.run_finished = pb.RunSettings(), False
         self.last_push_record: tuple[str, int] | None = None
         self.digest = b""
@@ -159,7 +159,7 @@ class Membership:
             self.identity.worker_id,
             shown(self.identity.run_id),
             ",".join(shard.address for shard in self.shards),
-            self.version,
+            self.joined_version,
             "its model was uploaded" if self.coordinator.has_base else "the server's parameters are taken over",
         )
         if self.run_finished:
@@ -167,7 +167,7 @@ class Membership:
                 "run %s is finished, at version %d: nothing more is trained here; for another run start a server with "
                 "another --data-dir, or without one",
                 shown(self.identity.run_id),
-                self.version,
+                self.joined_version,
             )
 
     def _try_join(self, seconds: float, line: ProgressLine) -> bool:
@@ -212,7 +212,7 @@ class Membership:
         self.leases.start()
         self.live_workers = first.live_workers
         self.run_finished = first.run_state == pb.RUN_STATE_FINISHED
-        self.first_step, self.version = first.first_step, first.version
+        self.first_step, self.joined_version = first.first_step, first.version
         self._load_refused = first.load_refused
         if not self.joins:
             self.last_push_record = (first.last_incarnation, first.last_step) if first.last_step else None

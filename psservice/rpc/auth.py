@@ -110,7 +110,7 @@ class Authenticator:
             return None
         return sorted(digest for digest, caller in callers.items() if caller.role is Role.ADMIN)
 
-    def admit(self, metadata: Iterable[tuple[str, str | bytes]], rpc: str, needed: Role) -> Caller:
+    def authorize(self, metadata: Iterable[tuple[str, str | bytes]], rpc: str, needed: Role) -> Caller:
         """Return who calls, by a call's headers alone.
 
         Raises :class:`Rejected`: ``UNAUTHENTICATED``, or ``PERMISSION_DENIED`` where the token's role is too low.

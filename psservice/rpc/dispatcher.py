@@ -163,7 +163,7 @@ class Dispatcher:
         """Admit a call by its headers; raises :class:`Rejected`."""
         rule = RULES[rpc]
         metadata = context.invocation_metadata()
-        caller = self._authenticator.admit(metadata, rpc, rule.role)
+        caller = self._authenticator.authorize(metadata, rpc, rule.role)
         headers = dict(metadata)
         if SHARD_HEADER in headers:
             require_place(self._settings, str(headers[SHARD_HEADER]))
@@ -223,7 +223,7 @@ class Dispatcher:
         metadata, rpc = opened.context.invocation_metadata(), opened.call.rpc
         answer = self._read_stream if opened.rule.in_parts else self._in_turn
         while (first := await self._read_idle(opened)) is not None:
-            self._authenticator.admit(metadata, rpc, opened.rule.role)  # a token may be withdrawn
+            self._authenticator.authorize(metadata, rpc, opened.rule.role)  # a token may be withdrawn
             opened.call = Call(rpc, opened.call.caller)
             opened.started, opened.is_answered = time.monotonic(), False
             await self._measured(opened, answer(opened, handler, first))

@@ -178,7 +178,7 @@ class WorkerCalls:
         with self._stream(call) as reservation:
             receiving, member = NO_SPAN, None
 
-            def admit(header: pb.PushHeader) -> Span:
+            def accept(header: pb.PushHeader) -> Span:
                 nonlocal receiving, member
                 identity = self._identify(call, header.identity)
                 reservation.belongs_to(identity.worker_id)
@@ -190,7 +190,7 @@ class WorkerCalls:
 
             try:
                 header, segments, arrivals = yield from read_push(
-                    admit, lambda: call.arrived_nanoseconds, lambda: call.values
+                    accept, lambda: call.arrived_nanoseconds, lambda: call.values
                 )
             finally:
                 receiving.end()

@@ -70,7 +70,7 @@ def _apply(
     model, own = synchronizer.model, record.own
     if base_version > model.version:
         raise Rejected(ErrorCode.VERSION_IN_FUTURE, f"base version {base_version}, the server has {model.version}")
-    synchronizer.admit(identity, step)
+    synchronizer.require_acceptable(identity, step)
     staleness = model.version - base_version - own.since(generation, base_version)
     in_rounds = model.round is not None and samples > 0  # a flush is the last chance of its entries
     shard.admission.require_fresh(staleness, in_rounds=in_rounds)

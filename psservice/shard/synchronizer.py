@@ -26,8 +26,8 @@ _MOST_STEP_AHEAD = 1 << 32
 class Synchronizer:
     """Asynchronous training: every push is applied as it comes. The subclasses override what differs.
 
-    :meth:`admit`, :meth:`close_if_due` and :meth:`close` run on the apply thread. A refusal is ``ROUND_OPEN`` where a
-    worker has to wait for a round, else ``BAD_REQUEST`` or ``NOT_DURABLE``.
+    :meth:`require_acceptable`, :meth:`close_if_due` and :meth:`close` run on the apply thread. A refusal is
+    ``ROUND_OPEN`` where a worker has to wait for a round, else ``BAD_REQUEST`` or ``NOT_DURABLE``.
     """
 
     model: ModelShard
@@ -39,8 +39,8 @@ class Synchronizer:
     def require_turn(self, identity: Identity) -> None:
         """Refuse a push that comes before its worker's turn."""
 
-    def admit(self, identity: Identity, step: int) -> None:
-        """Admit a push, or refuse it."""
+    def require_acceptable(self, identity: Identity, step: int) -> None:
+        """Refuse a push that the round cannot take."""
 
     def is_due(self) -> bool:
         """Tell whether a round is due that no call of a worker will close; never with WAGMA."""
@@ -105,7 +105,7 @@ class WagmaSynchronizer(Synchronizer):
         """Refuse a push while its worker's round is open."""
         self.apply_thread.run(lambda: self._enter(identity))
 
-    def admit(self, identity: Identity, step: int) -> None:
+    def require_acceptable(self, identity: Identity, step: int) -> None:
         """Enter a new worker, and refuse a push that would bring new workers near the end of all steps."""
         self._enter(identity)
         first_step = self.model.first_step

@@ -54,20 +54,20 @@ def require_end(request: Message | None) -> None:
 
 
 def read_push(
-    admit: Callable[[pb.PushHeader], Span],
+    accept: Callable[[pb.PushHeader], Span],
     clock: Callable[[], int] = time.perf_counter_ns,
     values: Callable[[], Sequence[memoryview]] = tuple,
 ) -> Reading[pb.PushSparseRequest, tuple[pb.PushHeader, list[SparseSlice], list[int]]]:
     """Read a whole push: its groups in any order, each ascending inside its own span.
 
-    ``admit`` checks the header and returns the shard's span; ``clock`` tells when the message that is being read has
+    ``accept`` checks the header and returns the shard's span; ``clock`` tells when the message that is being read has
     arrived, ``values`` its value bytes that are not in the message itself. Returns header, the entries as one segment
     or none, and when each group was whole, nanoseconds after the header. Raises :class:`Rejected` where the stream
     breaks the form, or is cut (``BAD_COMMIT``).
     """
     request = yield
     header: pb.PushHeader = header_of(request, "a push")
-    span = admit(header)
+    span = accept(header)
     plan = plan_of(header, span)
     checksum, started = Checksum(), clock()
     readers = [ChunkReader(group, checksum, origin=span.start) for group in plan]

@@ -49,9 +49,9 @@ def test_a_token_allows_what_its_role_may(rpc, token, role, tokens):
     gate = Authenticator(tokens)
     needed = RULES[rpc].role
     if role >= needed:
-        assert gate.admit(shown(token), rpc, needed).role is role
+        assert gate.authorize(shown(token), rpc, needed).role is role
     else:
-        assert reason_of(gate.admit, shown(token), rpc, needed) is ErrorCode.PERMISSION_DENIED
+        assert reason_of(gate.authorize, shown(token), rpc, needed) is ErrorCode.PERMISSION_DENIED
 
 
 @pytest.mark.parametrize(
@@ -59,15 +59,15 @@ def test_a_token_allows_what_its_role_may(rpc, token, role, tokens):
     [[], shown("wrong"), shown(""), shown("w-token", "Basic"), [("authorization", "w-token")], shown("W-TOKEN")],
 )
 def test_nobody_gets_in_without_a_known_token(metadata, tokens):
-    assert reason_of(Authenticator(tokens).admit, metadata, "GetStatus", Role.READER) is ErrorCode.UNAUTHENTICATED
+    assert reason_of(Authenticator(tokens).authorize, metadata, "GetStatus", Role.READER) is ErrorCode.UNAUTHENTICATED
 
 
 def test_without_a_token_file_everybody_gets_in():
-    assert Authenticator(None).admit([], "RestoreModel", Role.ADMIN) is ANONYMOUS_ADMIN
+    assert Authenticator(None).authorize([], "RestoreModel", Role.ADMIN) is ANONYMOUS_ADMIN
 
 
 def test_a_token_may_be_that_of_one_worker(tokens):
-    caller = Authenticator(tokens).admit(shown("bound-token"), "Join", Role.WORKER)
+    caller = Authenticator(tokens).authorize(shown("bound-token"), "Join", Role.WORKER)
     caller.require_worker("anna")
     assert reason_of(caller.require_worker, "bert") is ErrorCode.PERMISSION_DENIED
 
@@ -95,7 +95,7 @@ def test_the_token_of_one_worker_makes_no_call_for_another(rpc):
 def test_a_token_may_stand_as_its_hash(tmp_path):
     path = tmp_path / "tokens"
     path.write_text(f"admin sha256:{hashlib.sha256(b'secret').hexdigest()}")
-    assert Authenticator(path).admit(shown("secret"), "FinishRun", Role.ADMIN).role is Role.ADMIN
+    assert Authenticator(path).authorize(shown("secret"), "FinishRun", Role.ADMIN).role is Role.ADMIN
 
 
 @pytest.mark.parametrize(
@@ -127,16 +127,16 @@ def test_a_changed_file_is_read_again_and_a_broken_one_leaves_the_old_tokens(tok
     now = [0.0]
     gate = Authenticator(tokens, lambda: now[0])
     tokens.write_text("worker another-token\n")
-    assert gate.admit(shown("w-token"), "Join", Role.WORKER)
+    assert gate.authorize(shown("w-token"), "Join", Role.WORKER)
     now[0] += 2
-    assert gate.admit(shown("another-token"), "Join", Role.WORKER)
-    assert reason_of(gate.admit, shown("w-token"), "Join", Role.WORKER) is ErrorCode.UNAUTHENTICATED
+    assert gate.authorize(shown("another-token"), "Join", Role.WORKER)
+    assert reason_of(gate.authorize, shown("w-token"), "Join", Role.WORKER) is ErrorCode.UNAUTHENTICATED
     tokens.write_text("nonsense")
     now[0] += 2
-    assert gate.admit(shown("another-token"), "Join", Role.WORKER)
+    assert gate.authorize(shown("another-token"), "Join", Role.WORKER)
     tokens.unlink()
     now[0] += 2
-    assert gate.admit(shown("another-token"), "Join", Role.WORKER)
+    assert gate.authorize(shown("another-token"), "Join", Role.WORKER)
 
 
 def test_a_file_that_is_no_certificate_is_named(tmp_path):
