@@ -149,6 +149,7 @@ class PushPull:
         self._trace.answered = time.perf_counter()
         if outcome.answers:
             self.acknowledged_step = self.step
+            report.version = report.version or outcome.answers[0].version  # a flush has no reply that tells it
             report.staleness = max(answer.staleness for answer in outcome.answers)
             report.applied_scale = min(answer.applied_scale or 1.0 for answer in outcome.answers)
         if len(outcome.answers) == len(self._places):

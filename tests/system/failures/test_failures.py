@@ -230,6 +230,7 @@ def test_flush_pushes_everything_held():
         w.grad = torch.randn(500)
         optimizer.step()
         optimizer.flush()
+        assert optimizer.report.version == 2
         assert not optimizer.state[w]["residual"].any()
         torch.testing.assert_close(psclient.download(server.server)["parameter_0"], -w.grad)
 
