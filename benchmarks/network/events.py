@@ -16,6 +16,11 @@ class Event:
         self.happened = False
         self._waiting: list[Callable[[], None]] = []
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits."""
+        return bool(self._waiting)
+
     def fire(self) -> None:
         self.happened = True
         waiting, self._waiting = self._waiting, []

@@ -146,7 +146,10 @@ class Pool:
             self._note()
             places, event = self._queue.popleft()
             self._free -= places
-            event.fire()
+            if event.is_awaited:  # who goes on may give and take at once, and so may the next one, ever deeper
+                self._simulator.call(0.0, event.fire)
+            else:
+                event.fire()
 
     def _note(self) -> None:
         self._busy += (self._places - self._free) * (self._simulator.now - self._since)

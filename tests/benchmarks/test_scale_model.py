@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.network.events import Simulator
 from benchmarks.scale import calibration, check
 from benchmarks.scale.check import Case
 from benchmarks.scale.costs import Costs, from_plain
 from benchmarks.scale.fits import Curve, Line
-from benchmarks.scale.model import Cluster, simulate
+from benchmarks.scale.model import Cluster, Pool, simulate
 from benchmarks.scale.replies import EXACT_LIMIT, Replies
 from benchmarks.scale.transport import CROWD
 
@@ -152,6 +153,24 @@ def test_no_byte_is_lost_or_made():
     assert 0 <= outcome.used["card in"] <= 1
     carried = outcome.steps_per_second * outcome.sent / 4 / 1e8
     assert outcome.used["card in"] == pytest.approx(carried)
+
+
+def test_a_crowd_that_waits_for_one_place_is_served_in_order():
+    """Whoever gives a place back lets the next one go on, who gives it back at once: 1,000 deep, that was too deep."""
+    simulator, served = Simulator(), []
+    place = Pool(simulator, 1)
+
+    def worker(number):
+        yield place.take()
+        if not number:
+            yield simulator.wait(1.0)
+        place.give()
+        served.append(number)
+
+    for number in range(5000):
+        simulator.start(worker(number))
+    simulator.run(lambda: False)
+    assert served == [*range(5000)]
 
 
 def test_a_room_that_is_too_small_is_given_whole():
