@@ -402,7 +402,7 @@ class ShardClient:
         request = pb.UploadModelRequest(header=header).SerializeToString()
         least = min(chunk_bytes, _LEAST_UPLOAD_BYTES)
 
-        runs = [*replica.layout.dtype_runs(self.span)]
+        runs = replica.layout.dtype_runs(self.span)
 
         def values(span: Span, dtype: torch.dtype) -> list[memoryview]:
             return [bytes_of(segment.values.to(dtype)) for segment in replica.read(span)]

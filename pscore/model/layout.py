@@ -144,11 +144,19 @@ class ModelLayout:
         first = max(0, bisect.bisect_right(self.offsets, span.start) - 1)
         return range(first, max(first, min(len(self.parameters), bisect.bisect_left(self.offsets, span.end))))
 
-    def dtype_runs(self, span: Span) -> Iterator[tuple[torch.dtype, Span]]:
-        """Yield the longest pieces of ``span`` over which the parameters have one dtype, in order."""
-        for dtype, run in groupby(self.overlapping(span), lambda found: self.parameters[found[0]].dtype):
-            spans = [common for _, common in run]
-            yield dtype, Span(spans[0].start, spans[-1].end)
+    def dtype_runs(self, span: Span) -> list[tuple[torch.dtype, Span]]:
+        """Return the longest pieces of ``span`` over which the parameters have one dtype, in order."""
+        pieces = [(dtype, run.intersect(span)) for dtype, run in self._dtype_runs]
+        return [(dtype, piece) for dtype, piece in pieces if piece.length]
+
+    @cached_property
+    def _dtype_runs(self) -> list[tuple[torch.dtype, Span]]:
+        runs = []
+        whole = self.overlapping(Span(0, self.size))
+        for dtype, found in groupby(whole, lambda each: self.parameters[each[0]].dtype):
+            spans = [common for _, common in found]
+            runs.append((dtype, Span(spans[0].start, spans[-1].end)))
+        return runs
 
 
 def digest_of(tensor: torch.Tensor) -> bytes:
