@@ -39,7 +39,6 @@ _OPTIONS = (
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),  # a new channel really dials anew
 )
-_SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.1, 3.0
 _POLL_SECONDS = 0.05  # how soon the delay of a cancelled job ends
 _DIAL_SECONDS = 1.0  # the shortest time between two channels, unless there is reason to know better
@@ -52,7 +51,7 @@ HANDSHAKE_SECONDS = 4.0  # before the first contact, with a listener that does n
 
 @dataclass
 class RetryPolicy:
-    """How long one undertaking may take over all its attempts, of which the last may begin at the end of ``seconds``.
+    """How long a call may take over all its attempts; the last may begin at the end of ``seconds``, and ends later.
 
     The deadline doubles from attempt to attempt, since a transfer may be larger, or the network slower, than the first
     deadline, ``deadline_seconds``, allowed. ``hint`` tells a user how to go on after the last attempt. ``limit`` is an

@@ -1,4 +1,4 @@
-"""Streams, cancelled when no message moves: one may take as long as its bytes do, or stay open for a worker's life."""
+"""Streams that are cancelled when no message moves; their total time has no limit."""
 
 import math
 import queue

@@ -88,8 +88,8 @@ def correct(
 ) -> Corrected:
     """Do for all rows of a table what :func:`warm` does for one after its pass at the known threshold.
 
-    A row is left, its entries in the memory, where it has no threshold (an infinite one), none is found, or one is to
-    be found in more elements than one thread should read: :func:`warm` begins anew then.
+    A row is left, its entries in the memory, if its threshold is infinite, no threshold is found, or the tensor is too
+    large for one thread to search: :func:`warm` begins anew then.
 
     Args:
         rows: as of :func:`~pscore.select.kernels.segments.update`, which has taken entries with room for ``ROOM·k``.

@@ -16,7 +16,7 @@ class SharedHealth:
         self._states[shard] = _STARTED * has_started | _SERVES * serves | _BROKEN * is_broken
 
     def note_counts_all(self, shard: int) -> None:
-        """Note that a shard's health counts all shards, which have started."""
+        """Note that this shard has seen all shards start: its answer covers all of them from now on."""
         self._states[shard] |= _COUNTS_ALL
 
     def has_started(self, shard: int) -> bool:

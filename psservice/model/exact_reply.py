@@ -62,7 +62,7 @@ class ExactReplies:
     reserve: Reserve
 
     def since(self, base: int | None, had: Span, form: WireForm) -> SharedReply:
-        """Return the changes since ``base`` inside ``had``, where the worker has that, and everything behind.
+        """Return the changes since ``base`` in the range that the worker has (``had``), and all values after it.
 
         Workers that ask for the same share the reply. Raises :class:`Rejected` (``BUSY``, ``NON_FINITE``).
         """

@@ -1,8 +1,9 @@
 """Selecting from the difference between a shard and the image of a replica, among what changed where that is less.
 
 After a selection no entry that was not sent differs by more than the smallest one that was: the tensor's *bound*. So
-the next selection finds the same entries among those that the log of changes names, and those sent rounded, as among
-all, if enough of them exceed the bound. Otherwise that tensor is searched whole, and its bound falls.
+the next selection searches only the entries that the log of changes names and those that were sent rounded. If enough
+of them exceed the bound, the result is that of a full search. Otherwise that tensor is searched whole, and its bound
+falls.
 
 On the host the default selector is one compiled call over all tensors (:func:`psservice.model.reply_loops.select`). Any
 other selector, a small shard and a device select tensor by tensor, from a copy of the difference: pushes may change the

@@ -2,8 +2,8 @@
 
 A call is charged for a message on arrival, and, before the decoding, for what the content will occupy at its largest.
 Beyond a limit a call is refused, and its bytes are released; nothing here waits. The oldest call in flight is exempt
-from the total, and the oldest of a worker from the worker's limit: so one of them always gets through, and the most
-that can be occupied is the total and one stream.
+from the total, and the oldest of a worker from the worker's limit. So the oldest call is never refused, and memory
+stays below the total and one stream.
 """
 
 import math

@@ -37,7 +37,7 @@ from psservice.storage.environment import Environment
 from psservice.types import Identity
 
 _SMALL_ELEMENTS = 1 << 17
-"""Of a small shard: a dense reply of so many is 512 KiB."""
+"""Elements of a small shard at most: a dense reply of these is 512 KiB."""
 
 
 class Shard:

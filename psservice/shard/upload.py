@@ -26,7 +26,7 @@ _MOST_EPOCH_SEEN = 1 << 31
 """Highest epoch of a generation that a joining worker may report; those that shard 0 assigns may exceed it."""
 
 _LEAST_RISE = 1e-6
-"""Of the share sent, that counts as progress: no grant is prolonged for ever by ever smaller rises."""
+"""The least rise of the share sent that counts as progress: almost nothing does not hold a grant for ever."""
 
 
 class Upload:

@@ -19,7 +19,7 @@ class RecoverySource:
 
     Args:
         kept: all snapshots of the shard's directory that can be read.
-        watermark: the least that must be there; an empty one asks for nothing.
+        watermark: the position in the journal that was acknowledged: less is an error. An empty one checks nothing.
         strict: whether damage is an error; else reading ends there (``--recover last-good``).
         repair: whether a torn tail is cut off its file; a reader beside a running server must not.
 

@@ -41,8 +41,8 @@ ROW = np.dtype(
     align=True,
 )
 """A tensor: addresses of gradient and parameters (0 for no decay), where it starts in the memories, coefficients and
-threshold. A ``whole`` tensor is written out and not selected from; ``has_residual``: its memory is not zero. Where one
-is not ``searched`` there is room for all of it.
+threshold. A ``whole`` tensor is written out and not selected from; ``has_residual``: its memory is not zero. A tensor
+that is not ``searched`` for a threshold has room for all its elements.
 
 The coefficients are those of :class:`psclient.compress.method.Recurrence`."""
 

@@ -33,8 +33,8 @@ class Replica:
 
     Attributes:
         late_for: by iteration, the frozen rounds for which the worker was late.
-        unsynced: a number of the values that have replaced the model, until the worker acknowledges a reply from them,
-            then 0: before, a version that the worker names may be one of the model that was replaced.
+        unsynced: the number of the model that replaced the old one; 0 once the worker has acknowledged a reply from it.
+            Until then a version that the worker names may be one of the old model.
     """
 
     model: ModelShard
