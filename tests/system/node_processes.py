@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import psclient
 from psclient.errors import SparsepsError
-from tests.system.tools import QUICK, make_data, make_model, train_step
+from tests.system.tools import QUICK, make_data, make_model, suspend, train_step
 
 RANKS_PER_NODE = 2
 
@@ -152,7 +152,7 @@ def outlasts_a_standstill(rank: int, server: str, server_pid: str) -> Any:
         train_step(ddp, optimizer, *half(rank))
         dist.barrier()
         if rank == 0:
-            os.kill(int(server_pid), signal.SIGSTOP)
+            suspend(int(server_pid))
         x, y = half(rank)
         calls: list[int] = []
 

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -47,9 +48,27 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
         time.sleep(0.02)
 
 
+def suspend(pid: int) -> None:
+    """Stop a process with SIGSTOP, and return when all its threads have stopped.
+
+    ``os.kill`` returns before that: beside other load a thread may still answer a request.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{pid}/task")
+    wait_until(lambda: all(_state(thread) == "T" for thread in threads.iterdir()))
+
+
+def _state(thread: Path) -> str:
+    """The state of a thread, as a letter: ``T`` is stopped; one that has ended meanwhile counts as stopped."""
+    try:
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "T"
+
+
 def stop(server: LocalServer, optimizer: torch.optim.Optimizer) -> None:
     """Make shard 0 hang, and the worker soon give it up; at all other times it is patient with a slow machine."""
-    os.kill(server.processes[0].pid, signal.SIGSTOP)
+    suspend(server.processes[0].pid)
     _set_limits(optimizer, deadline_seconds=0.5, patience_seconds=1.0)
 
 

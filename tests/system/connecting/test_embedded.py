@@ -13,7 +13,7 @@ import psclient
 from psclient.errors import ConfigurationError
 from psclient.rpc import local_server
 from psclient.rpc.local_server import LocalServer
-from tests.system.tools import make_data, make_model, train_step, wait_until
+from tests.system.tools import make_data, make_model, suspend, train_step, wait_until
 
 SCRIPT = """
 import json, os, sys, torch, psclient
@@ -130,7 +130,7 @@ def test_shards_that_hang_are_stopped_together(monkeypatch):
     monkeypatch.setattr(local_server, "_STOP_SECONDS", 4.0)
     server = LocalServer(shards=3)
     for process in server.processes:
-        process.send_signal(signal.SIGSTOP)
+        suspend(process.pid)
     started = time.monotonic()
     server.stop()
     assert time.monotonic() - started < 8, "one deadline for all, not one after the other"
@@ -140,6 +140,6 @@ def test_shards_that_hang_are_stopped_together(monkeypatch):
 def test_a_shard_that_hangs_does_not_keep_the_others_from_ending_in_order(monkeypatch):
     monkeypatch.setattr(local_server, "_STOP_SECONDS", 10.0)
     server = LocalServer(shards=2)
-    server.processes[0].send_signal(signal.SIGSTOP)
+    suspend(server.processes[0].pid)
     server.stop()
     assert [process.poll() for process in server.processes] == [-signal.SIGKILL, 0]

@@ -11,7 +11,7 @@ from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.faults import spawner
 from tests.system.connecting.test_raw_client import TIMEOUT, RawWorker
-from tests.system.tools import wait_until
+from tests.system.tools import suspend, wait_until
 
 CROWD = 2000
 LEASE_SECONDS = 20.0
@@ -56,7 +56,7 @@ def test_two_thousand_leases_are_renewed_while_the_end_of_one_waits_for_the_disk
 
 def stopped(server, seconds):
     """Stop the server's process for so long; the time must pass, for nothing is told of its end."""
-    os.kill(server.processes[0].pid, signal.SIGSTOP)
+    suspend(server.processes[0].pid)
     return time.monotonic() + seconds
 
 

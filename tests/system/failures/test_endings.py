@@ -20,7 +20,7 @@ from psclient.rpc.membership import Membership
 from psclient.settings import ClientSettings
 from tests.system.connecting.test_secured import issue
 from tests.system.failures.test_interruptions import status
-from tests.system.tools import QUICK, make_data, make_model, train_step, wait_until
+from tests.system.tools import QUICK, make_data, make_model, suspend, train_step, wait_until
 
 PATIENT = ClientSettings(connect_seconds=600, patience_seconds=600, deadline_seconds=600)
 """Whoever ends within a test's time limit has not waited for these."""
@@ -210,7 +210,7 @@ def test_sigterm_ends_a_worker_that_waits_for_a_silent_server(what):
     with LocalServer(lease_seconds=600) as server, stuck(server, what) as worker:
         assert worker.stdout.readline() == "begun\n"
         assert worker.stdout.readline() == "joined\n"
-        server.processes[0].send_signal(signal.SIGSTOP)
+        suspend(server.processes[0].pid)
         worker.send_signal(signal.SIGTERM)
         _, log = worker.communicate(timeout=90)
         assert worker.returncode == 143, log
@@ -219,7 +219,7 @@ def test_sigterm_ends_a_worker_that_waits_for_a_silent_server(what):
 @pytest.mark.timeout(60)
 def test_sigterm_ends_a_worker_that_never_joined():
     with LocalServer() as server:
-        server.processes[0].send_signal(signal.SIGSTOP)
+        suspend(server.processes[0].pid)
         with stuck(server, "steps") as worker:
             assert "does not answer" in worker.stderr.readline()
             worker.send_signal(signal.SIGTERM)

@@ -19,7 +19,7 @@ from pscore.wire.errors import ErrorCode
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.operator.client import call
 from tests.system.connecting.test_raw_client import RawWorker
-from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step, wait_until
+from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, suspend, train_step, wait_until
 
 HASTY = ClientSettings(deadline_seconds=5, connect_seconds=30, patience_seconds=0.5, dense_below=0)
 
@@ -81,7 +81,7 @@ def test_a_worker_waits_for_one_that_is_stopped_and_goes_on_with_it(mode):
                 process.stdin.write("\n")
                 process.stdin.flush()
             wait_until(lambda: min(pushes(server).values()) > 10)
-            os.kill(workers["slow"].pid, signal.SIGSTOP)
+            suspend(workers["slow"].pid)
             refused = metric(server, 'psservice_refusals_total{reason="TOO_FAR_AHEAD"')
             wait_until(lambda: metric(server, 'psservice_refusals_total{reason="TOO_FAR_AHEAD"') > refused + 2)
             held = pushes(server)

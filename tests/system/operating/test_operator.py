@@ -14,7 +14,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cli import main as cli
 from psservice.operator.client import call
 from tests.system.operating.asking import looks, run, run_json, status
-from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step, wait_until
+from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, suspend, train_step, wait_until
 
 NOWHERE = "127.0.0.1:9"
 
@@ -200,7 +200,7 @@ def test_names_that_are_no_utf_8_are_wrong_usage(two_shards, capsys):
 def test_ctrl_c_ends_a_command_that_waits(two_shards):
     pid = two_shards.processes[1].pid
     before = looks(two_shards.metrics_addresses[0])
-    os.kill(pid, signal.SIGSTOP)
+    suspend(pid)
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", "psservice", "drain", "--undo", two_shards.server], stderr=subprocess.PIPE, text=True

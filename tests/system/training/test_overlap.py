@@ -21,6 +21,7 @@ from tests.system.tools import (
     make_data,
     make_model,
     stop,
+    suspend,
     train_step,
     wait_until,
 )
@@ -336,7 +337,7 @@ def test_closing_does_not_wait_for_a_server_that_hangs():
         optimizer = overlapping(layer, server, psclient.ASGD, lr=1.0, settings=ClientSettings())
         for stopped in (False, True):
             if stopped:
-                os.kill(server.processes[0].pid, signal.SIGSTOP)
+                suspend(server.processes[0].pid)
             layer(torch.ones(1, 50)).sum().backward()
             if not stopped:
                 optimizer.step()

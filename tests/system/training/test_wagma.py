@@ -15,7 +15,7 @@ from psclient.errors import HeldBackError
 from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.operator.client import call
-from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step, wait_until
+from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, suspend, train_step, wait_until
 
 VICTIM = """
 import sys, torch, psclient
@@ -137,7 +137,7 @@ def test_a_stopped_worker_holds_the_others_up_at_a_global_round_and_nowhere_else
             meeting = next_global_round(workers, tau)
             assert together(workers, lambda worker: worker.until(meeting - 1)) == [None, None]
             wait_until(lambda: last_step(server, "victim") == meeting)  # where it waits for us
-            victim.send_signal(signal.SIGSTOP)
+            suspend(victim.pid)
             assert together(workers, lambda worker: worker.until(meeting + tau)) == [None, None]
             for worker in workers:
                 worker.optimizer._membership.settings = IMPATIENT
