@@ -13,13 +13,14 @@ parameters meanwhile, and a selection reads each element more than once.
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
+from pscore.model.layout import ModelLayout, Span
 from pscore.select import TOLERANCE, Selector, entries_for
 from pscore.select.base import nothing, take_all
 from pscore.select.inputs import Memory
@@ -76,7 +77,7 @@ class TopKSettings:
 
     Attributes:
         density: share of a tensor's entries that is sent.
-        dense_below: tensors with fewer elements are sent whole.
+        dense_below: tensors with fewer elements are sent whole, within :meth:`.ModelLayout.whole_below`.
         value: value codec, by its number in the proto.
         chunk_bytes: largest payload of a chunk.
         images: where no room is left, no further worker is answered so.
@@ -89,9 +90,11 @@ class TopKSettings:
     chunk_bytes: int = 1 << 20
     images: ImageBudget = field(default_factory=lambda: ImageBudget(sys.maxsize))
 
-    def entries(self, length: int) -> int:
-        """Return the entries that are sent of a tensor with so many."""
-        return length if length < self.dense_below else entries_for(length, self.density)
+    def entries(self, layout: ModelLayout, span: Span) -> Iterator[tuple[Span, int]]:
+        """Yield each tensor's part of a span, and how many of its entries are sent."""
+        dense_below = layout.whole_below(self.dense_below)
+        for _, common in layout.overlapping(span):
+            yield common, common.length if common.length < dense_below else entries_for(common.length, self.density)
 
 
 class Table:
@@ -107,9 +110,8 @@ class Table:
 
     def __init__(self, model: ModelShard, settings: TopKSettings) -> None:
         rows: list[tuple[int, int, int]] = []
-        for _, common in model.layout.overlapping(model.span):
+        for common, k in settings.entries(model.layout, model.span):
             start, end = common.start - model.span.start, common.end - model.span.start
-            k = settings.entries(common.length)
             if rows and k == common.length and rows[-1][2] == rows[-1][1] - rows[-1][0]:
                 start = rows.pop()[0]
                 k = end - start
