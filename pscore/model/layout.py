@@ -184,9 +184,14 @@ def layout_of(
     aliases: dict[str, tuple[str, ...]] | None = None,
     frozen: Iterable[tuple[str, torch.Tensor]] = (),
 ) -> ModelLayout:
-    """Build the layout of named tensors; ``aliases`` maps a name to other names of the same tensor."""
+    """Build the layout of named tensors; ``aliases`` maps a name to other names of the same tensor.
+
+    A tensor without values, or of a dtype that cannot be trained, raises :class:`ValueError`.
+    """
 
     def spec(name: str, tensor: torch.Tensor) -> TensorSpec:
+        if tensor.is_meta:
+            raise ValueError(f"{name} is on the meta device, without values: call model.to_empty() and initialise it")
         return TensorSpec(name, tuple(tensor.shape), tensor.dtype, (aliases or {}).get(name, ()))
 
     return ModelLayout(

@@ -155,6 +155,13 @@ def test_only_single_and_half_precision_can_be_trained(dtype):
     assert ModelLayout((A,), (TensorSpec("w", (2,), dtype),)).buffers[0].dtype == dtype
 
 
+@pytest.mark.parametrize("place", ["parameters", "buffers", "frozen"])
+def test_a_tensor_without_values_is_refused(place):
+    tensors = {"parameters": [("w", torch.zeros(2))], place: [("v", torch.zeros(2, device="meta"))]}
+    with pytest.raises(ValueError, match="v is on the meta device"):
+        layout_of(**{"buffers": []} | tensors)
+
+
 def test_layout_of_reads_names_shapes_dtypes_and_aliases():
     layout = layout_of(
         [("w", torch.zeros(2, 3, dtype=torch.float16))], [("n", torch.tensor(0))], {"w": ("head.w", "tail.w")}
