@@ -21,13 +21,13 @@ import numpy as np
 import torch
 
 from pscore.model.layout import ModelLayout, Span
-from pscore.select import TOLERANCE, Selector, entries_for
+from pscore.select import Selector, entries_for
 from pscore.select.base import nothing, take_all
 from pscore.select.inputs import Memory
 from pscore.select.kernels import device_selection
 from pscore.select.kernels.base import Taken
 from pscore.select.kernels.cuda import PendingTaken
-from pscore.select.warm import warm
+from pscore.select.warm import deviation, warm
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model import reply_loops
 from psservice.model.changelog import ChangeLog, is_compiled, most_changed, union
@@ -124,7 +124,7 @@ class Table:
         self._rooms = np.where(self.ks < sizes, np.minimum(sizes, _ROOM * (self.ks + reply_loops.WORD)), sizes)
         sampled = np.maximum(sizes // _LEAST_SHARE, np.minimum(_HITS * sizes // self.ks, sizes // _LARGEST_SHARE))
         self._samples = np.where(sizes > _SAMPLED_FROM, sampled // reply_loops.LINE * reply_loops.LINE, sizes)
-        self.entries = int(((1 + TOLERANCE) * self.ks).sum()) + len(rows)  # sent at most
+        self.entries = int((self.ks + deviation(self.ks, sizes)).sum()) + len(rows)  # sent at most
         self.room = self.entries + int(self._rooms.max(initial=0))
 
     def select(self, theta: torch.Tensor, image: torch.Tensor, among: torch.Tensor | None) -> Taken:
