@@ -51,6 +51,7 @@ _InParts: TypeAlias = Callable[[Call], StreamReader]
 
 _SMALL_BYTES = 16 << 10  # of a message of a push that is little work
 _LANE_THREADS = {Lane.LEASE: 2, Lane.JOIN: 2, Lane.OPERATOR: 4}
+_LARGEST_MESSAGE_BYTES = 4 << 20  # gRPC's own limit
 _FIRST_PIECES = 4  # of work of each kind, which threads do: they may wait for a compiler
 _MOST_CALLS = 4096
 _MOST_SILENT = 256  # calls without a message, and two for each worker with a lease; beyond that the oldest is cut
@@ -276,15 +277,21 @@ class Dispatcher:
             raise
 
     async def _read_stream(self, opened: OpenCall, handler: Handler, raw: bytes | None) -> Answers:
-        """Send the messages of a request into a reader, each as it arrives; ``raw`` is the first."""
-        call = opened.call
+        """Send the messages of a request into a reader, each as it arrives; ``raw`` is the first.
+
+        While a thread works on a message of an upload, the next one is received.
+        """
+        call, reads_ahead = opened.call, opened.rule.reads_ahead
         reading = cast(_InParts, handler)(call)
+        ahead: asyncio.Future[Any] | None = None
         try:
             next(reading)
             while True:
                 size = 0 if raw is None else len(raw)
                 if call.reservation is not None:
-                    call.reservation.add(received_bytes(size))
+                    call.reservation.add(received_bytes(size) + reads_ahead * _LARGEST_MESSAGE_BYTES)
+                if reads_ahead and raw is not None:
+                    ahead = asyncio.ensure_future(opened.context.read())
                 work = partial(feed, call, reading, raw, time.perf_counter_ns())
                 if opened.rule.stays_open and size <= _SMALL_BYTES:
                     answers = await self._here_or_in_thread(opened, work)
@@ -292,35 +299,46 @@ class Dispatcher:
                     answers = await self._in_thread(opened, work)
                 if answers is not None:
                     return answers
-                raw = await self._read(opened)
+                raw = await self._read(opened, ahead=ahead)
         finally:
+            if ahead is not None:
+                ahead.cancel()
             reading.close()
             if call.identity is not None and (waiting := self._waiting.pop(call.identity, None)) is not None:
                 waiting.set()
 
     async def _answer(self, opened: OpenCall, answers: Answers) -> None:
+        """Send the answers to a request; while one batch is sent, a thread makes the next."""
         batch, others = answers
         if opened.call.finish is not None:
             await self._in_thread(opened, opened.call.finish)
+        making: asyncio.Task[Answers] | None = None
         try:
             while True:
+                if others is not None:
+                    making = asyncio.create_task(self._in_thread(opened, partial(more, opened.call, others)))
                 left = len(batch)
                 for data in batch:
                     left -= 1
                     opened.is_answered = others is None and not left
                     await self._wait(opened, opened.context.write(data), "reader")
-                if others is None:
+                if making is None:
                     return
-                batch, others = await self._in_thread(opened, partial(more, opened.call, others))
+                (batch, others), making = await making, None
         finally:
+            if making is not None:
+                making.cancel()
+                await asyncio.wait([making])
             if others is not None:
                 others.close()
 
     # Waiting for the client, and for threads
 
-    async def _read(self, opened: OpenCall, seconds: float = math.inf) -> bytes | None:
-        """Return the client's next message; ``None`` at the end of its stream."""
-        raw = await self._wait(opened, opened.context.read(), "request", seconds)
+    async def _read(
+        self, opened: OpenCall, seconds: float = math.inf, ahead: Awaitable[Any] | None = None
+    ) -> bytes | None:
+        """Return the client's next message, which is read ``ahead``; ``None`` at the end of its stream."""
+        raw = await self._wait(opened, ahead or opened.context.read(), "request", seconds)
         self._silent.pop(opened, None)
         return None if raw is grpc.aio.EOF else raw
 
