@@ -63,7 +63,7 @@ class Replica:
         digest = hashlib.sha256()
         for parameter in self.parameters:
             flat = parameter.detach().reshape(-1)
-            for block in flat.split(_BLOCK):
+            for block in torch.split(flat, _BLOCK):
                 digest.update(crc32(bytes_of(block)).to_bytes(4, "little"))
         return digest.digest()
 

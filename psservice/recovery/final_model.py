@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 class ModelCopy:
     """A shard's values at one version, with the buffers; made on the apply thread, and read on any.
 
-    The values are copied as they are read, and what has not been read yet when the next update comes: so a copy of a
-    model that rests occupies nothing. :meth:`close` must follow.
+    What has not been read yet is copied when the next update comes: so a copy of a model that rests occupies nothing.
+    :meth:`close` must follow.
     """
 
     def __init__(self, model: ModelShard, buffers: modelfile.StateDict) -> None:
@@ -35,7 +35,7 @@ class ModelCopy:
 
     @contextmanager
     def reading(self, part: Span) -> Iterator[torch.Tensor]:
-        """Give the values of a part, fp32 ``[part.length]``, not copied; an update waits meanwhile. The parts ascend."""
+        """Give the values of a part, fp32 ``[part.length]``, not copied, while updates wait; the parts ascend."""
         with self._lock:
             self._read = part.end
             yield self._values[part.start - self._start : part.end - self._start]

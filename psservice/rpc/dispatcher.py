@@ -10,7 +10,6 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from concurrent.futures import Future
 from contextlib import AsyncExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
@@ -36,7 +35,7 @@ from psservice.rpc.calls import (
     require_place,
 )
 from psservice.rpc.memory_budget import MemoryBudget, received_bytes
-from psservice.rpc.open_call import OpenCall, Pool, StalledError
+from psservice.rpc.open_call import OpenCall, Pool, StalledError, fetch_error
 from psservice.rpc.penalty import Penalty, is_fault
 from psservice.rpc.work import Answers, feed, more, reply_to
 from psservice.shard.shard import Shard
@@ -292,6 +291,7 @@ class Dispatcher:
                     call.reservation.add(received_bytes(size) + reads_ahead * _LARGEST_MESSAGE_BYTES)
                 if reads_ahead and raw is not None:
                     ahead = asyncio.ensure_future(opened.context.read())
+                    ahead.add_done_callback(fetch_error)
                 work = partial(feed, call, reading, raw, time.perf_counter_ns())
                 if opened.rule.stays_open and size <= _SMALL_BYTES:
                     answers = await self._here_or_in_thread(opened, work)
@@ -328,7 +328,7 @@ class Dispatcher:
         finally:
             if making is not None:
                 making.cancel()
-                await asyncio.wait([making])
+                await asyncio.gather(making, return_exceptions=True)
             if others is not None:
                 others.close()
 
@@ -410,33 +410,7 @@ class Dispatcher:
         finally:
             self._apply_thread.stand_down()
 
-    async def _in_thread(self, opened: OpenCall, work: Callable[[], Result]) -> Result:
-        """Run work in the call's lane. A call that is cancelled meanwhile ends when its work has."""
-        loop, pool = opened.loop, opened.pool
-        done: asyncio.Future[Result] = loop.create_future()
-        pool.at_work += 1
+    def _in_thread(self, opened: OpenCall, work: Callable[[], Result]) -> Coroutine[Any, Any, Result]:
+        """Run work in the call's lane, once this is awaited."""
         self._by_threads[opened.call.rpc] += 1
-        try:
-            future = pool.executor.submit(opened.call.span.run, work)
-            future.add_done_callback(lambda ended: loop.call_soon_threadsafe(_copy, ended, done))
-            try:
-                return await done
-            except asyncio.CancelledError:
-                ended = asyncio.wrap_future(future)
-                await asyncio.wait([ended])
-                if not ended.cancelled():
-                    ended.exception()  # fetched, or asyncio logs that nobody did
-                raise
-        finally:
-            pool.at_work -= 1
-
-
-def _copy(ended: "Future[Result]", done: "asyncio.Future[Result]") -> None:
-    """Hand a thread's result over to the event loop; a third of the work of :func:`asyncio.wrap_future`."""
-    if done.cancelled():
-        return
-    error = ended.exception()
-    if error is not None:
-        done.set_exception(error)
-    else:
-        done.set_result(ended.result())
+        return opened.in_thread(work)
