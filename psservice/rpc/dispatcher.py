@@ -50,7 +50,7 @@ _InParts: TypeAlias = Callable[[Call], StreamReader]
 
 _SMALL_BYTES = 16 << 10  # of a message of a push that is little work
 _LANE_THREADS = {Lane.LEASE: 2, Lane.JOIN: 2, Lane.OPERATOR: 4}
-_LARGEST_MESSAGE_BYTES = 4 << 20  # gRPC's own limit
+_MOST_AHEAD = 4  # calls of which a message that is not charged yet, 4 MiB at most, is received
 _FIRST_PIECES = 4  # of work of each kind, which threads do: they may wait for a compiler
 _MOST_CALLS = 4096
 _MOST_SILENT = 256  # calls without a message, and two for each worker with a lease; beyond that the oldest is cut
@@ -88,6 +88,7 @@ class Dispatcher:
         self._penalty = Penalty()
         self._request_budget = MemoryBudget(_REQUEST_BYTES)
         self._stopping = False
+        self._ahead = 0  # calls whose messages are received ahead
         self._by_threads = dict.fromkeys(handlers, 0)  # pieces of work that threads have done or do
         self._metrics.running_calls.set_function(lambda: sum(pool.at_work for pool in self._pools.values()))
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
@@ -278,9 +279,10 @@ class Dispatcher:
     async def _read_stream(self, opened: OpenCall, handler: Handler, raw: bytes | None) -> Answers:
         """Send the messages of a request into a reader, each as it arrives; ``raw`` is the first.
 
-        While a thread works on a message of an upload, the next one is received.
+        While a thread works on a message of an upload, the next one is received, for a few uploads at a time.
         """
-        call, reads_ahead = opened.call, opened.rule.reads_ahead
+        call, reads_ahead = opened.call, opened.rule.reads_ahead and self._ahead < _MOST_AHEAD
+        self._ahead += reads_ahead
         reading = cast(_InParts, handler)(call)
         ahead: asyncio.Future[Any] | None = None
         try:
@@ -288,7 +290,7 @@ class Dispatcher:
             while True:
                 size = 0 if raw is None else len(raw)
                 if call.reservation is not None:
-                    call.reservation.add(received_bytes(size) + reads_ahead * _LARGEST_MESSAGE_BYTES)
+                    call.reservation.add(received_bytes(size))
                 if reads_ahead and raw is not None:
                     ahead = asyncio.ensure_future(opened.context.read())
                     ahead.add_done_callback(fetch_error)
@@ -301,6 +303,7 @@ class Dispatcher:
                     return answers
                 raw = await self._read(opened, ahead=ahead)
         finally:
+            self._ahead -= reads_ahead
             if ahead is not None:
                 ahead.cancel()
             reading.close()

@@ -10,10 +10,10 @@ import pytest
 
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.rpc import dispatcher
 from psservice.rpc.auth import ANONYMOUS_ADMIN
 from psservice.rpc.calls import RULES, Call
 from psservice.rpc.dispatcher import Dispatcher
-from psservice.rpc.memory_budget import MemoryBudget
 from psservice.rpc.open_call import OpenCall, Pool
 
 SECONDS = 20.0
@@ -42,15 +42,16 @@ def serve(rpc, client, handler):
     async def run():
         settings = SimpleNamespace(stream_idle_seconds=SECONDS, stream_seconds=SECONDS, rpc_threads=4)
         shard = SimpleNamespace(settings=settings, metrics=SimpleNamespace(running_calls=Gauge()), apply_thread=None)
-        dispatcher = Dispatcher({rpc: handler}, None, shard)
+        served = Dispatcher({rpc: handler}, None, shard)
         loop, task, rule = asyncio.get_running_loop(), asyncio.current_task(), RULES[rpc]
         call = Call(rpc, ANONYMOUS_ADMIN)
         opened = OpenCall(call, client, rule, Pool(rule.lane, 2), print, loop, task, time.monotonic())
         try:
-            await dispatcher._answer(opened, await dispatcher._read_whole(opened, handler))
+            await served._answer(opened, await served._read_whole(opened, handler))
         finally:
             opened.end()
-            dispatcher.close()
+            served.close()
+            assert served._ahead == 0
 
     asyncio.run(run())
 
@@ -64,17 +65,17 @@ def buffers(data=b"x"):
     return pb.UploadModelRequest(buffers=pb.BytesChunk(data=data))
 
 
-def test_the_next_message_of_an_upload_is_received_and_charged_while_a_thread_works():
-    client, budget = Client([buffers(), buffers()]), MemoryBudget(1 << 30)
+@pytest.mark.parametrize("most", [0, 4])
+def test_the_next_message_of_an_upload_is_received_while_a_thread_works_where_few_others_are(most, monkeypatch):
+    monkeypatch.setattr(dispatcher, "_MOST_AHEAD", most)
+    client = Client([buffers(), buffers()])
 
     def handler(call):
-        with budget.open() as call.reservation:
-            yield
-            assert client.has_read.wait(SECONDS)
-            assert budget.bytes >= 4 << 20
-            while (yield) is not None:
-                pass
-            return pb.UploadModelResponse()
+        yield
+        assert client.has_read.wait(SECONDS if most else 0.1) is bool(most)
+        while (yield) is not None:
+            pass
+        return pb.UploadModelResponse()
 
     client.may_write.set()
     serve("UploadModel", client, handler)
