@@ -130,7 +130,7 @@ def gather(changes: Sequence[ChangedIndices], theta: torch.Tensor) -> tuple[torc
     known = _known(changes)
     if known is None:
         return None
-    if len(known) > 1 and _is_scanned(known, theta.numel()):
+    if len(known) > 1 and theta.device.type == "cpu" and _is_scanned(known, theta.numel()):
         words, count = _bitmap(known, theta.numel())
         offsets, values = np.empty(count, np.int64), np.empty(count, np.float32)
         reply_loops.gather(words, theta.numpy(), offsets, values)

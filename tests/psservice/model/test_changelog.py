@@ -121,3 +121,12 @@ def test_empty_pushes_cost_no_entries():
         ledger.append(version, tensor_of(set()))
     assert len(ledger.since(0)) == 1000
     assert union(ledger.since(0), SIZE).numel() == 0
+
+
+def test_changes_that_a_restart_brought_to_the_host_are_read_for_a_model_on_a_device():
+    """No loop may read the model there; a meta tensor stands for it, whose memory nothing can read."""
+    changes = [torch.arange(start, 100_000, 3, dtype=torch.int32) for start in range(2)]
+    assert _is_scanned(changes, 100_000)
+    place, values = gather(changes, torch.empty(100_000, device="meta"))
+    assert place.device.type == values.device.type == "meta"
+    assert values.numel() == place.numel() == sum(each.numel() for each in changes)
