@@ -5,17 +5,19 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from psclient.buckets.planner import BucketPlanner
 from psclient.compress import rows
 from psclient.compress.buffer import WholeBuffer
 from psclient.compress.choice import Choice
+from psclient.compress.device_table import DeviceTable
 from psclient.compress.gradients import Gradients
 from psclient.compress.groups import ParamGroups
 from psclient.compress.memories import Memories
 from psclient.compress.method import Method, State
 from psclient.compress.rows import Row
-from psclient.compress.table import Rule, Sent, Table
+from psclient.compress.table import Places, Rule, Sent, Table
 from psclient.errors import UpdateOverflowError
 from psclient.model.module import TrainedModel
 from psclient.report import StepReport
@@ -34,12 +36,14 @@ class Members(NamedTuple):
         numbers: the param group of each tensor of the model.
         groups: positions, int64, by param group.
         table: of those that one compiled call passes over; ``None`` without one.
+        on_devices: of those that are selected from by launches, a table a device.
         others: positions of the rest.
     """
 
     numbers: Integers
     groups: dict[int, Integers]
     table: Table | None
+    on_devices: list[DeviceTable]
     others: list[int]
 
 
@@ -67,9 +71,11 @@ class Compressor:
         self._generation = -1  # of the param groups, as the members have them
         self._buffer = WholeBuffer(model.layout.size)
         self._on_host = np.array([parameter.device.type == "cpu" for parameter in model.parameters])
-        self._is_compiled = (
-            choice.selector is warm and choice.over == "tensor" and model.layout.size >= choice.compiled_from
-        )
+        tables = choice.selector is warm and choice.over == "tensor"
+        self._is_compiled = tables and model.layout.size >= choice.compiled_from
+        devices = {parameter.device for parameter in model.parameters if tables}
+        self._kernels = {device: found for device in devices if (found := choice.on_device(device)) is not None}
+        self._on_kernels = np.array([parameter.device in self._kernels for parameter in model.parameters], bool)
 
     def compress(self, group: range, gradients: Gradients, scale: float, report: StepReport) -> Sent:
         """Return what the tensors of a group send that have a gradient (finite), ascending within a device.
@@ -90,20 +96,30 @@ class Compressor:
             if not self._groups.has_own_density(int(members.numbers[position]))
         }
         sent = Sent([], {}, is_finite=True)
-        if members.table is not None:
-            sent = members.table.compress(
-                rules, densities, gradients, self._model.parameters, scale, self.memories, self._buffer, self._choice,
-                report,
-            )  # fmt: skip
+        is_finite = True
+        given = rules, densities, gradients, self._model.parameters, scale, self.memories
+        try:
+            for table in members.on_devices:  # all work at once, and beside the host
+                table.launch(*given, self._choice)
+            if members.table is not None:
+                sent = members.table.compress(*given, self._buffer, self._choice, report)
+                is_finite = sent.is_finite
+            for table in members.on_devices:
+                found = table.collect(self.memories, report)
+                sent.slices.extend(found.slices)
+                sent.entries.update(found.entries)
+                is_finite &= found.is_finite
+        finally:
+            for table in members.on_devices:
+                table.wait()
         alike: dict[torch.device, list[Row]] = {}
         for position in members.others:
             recurrence, density = rules[int(members.numbers[position])]
             row = Row(position, self._model.layout.span(position), recurrence, densities.get(position, density))
             alike.setdefault(self._model.parameters[position].device, []).append(row)
-        is_finite = sent.is_finite
         for same in alike.values():
-            found = rows.compress(same, gradients, self._model.parameters, scale, self.memories, self._choice, report)
-            for position, piece in sorted(found.items()):
+            apart = rows.compress(same, gradients, self._model.parameters, scale, self.memories, self._choice, report)
+            for position, piece in sorted(apart.items()):
                 sent.slices.append(piece)
                 sent.entries[position] = piece.entries
                 is_finite &= bool(piece.values.isfinite().all())
@@ -127,14 +143,25 @@ class Compressor:
                 self._kept = len(where)
             numbers = self._groups.numbers_of(self._model.parameters)
             trained = numbers[where] >= 0
-            on_table = trained & self._on_host[where] & self._is_compiled
+            on_kernels = trained & self._on_kernels[where]
+            on_table = trained & self._on_host[where] & self._is_compiled & ~on_kernels
             span = Span(self._model.layout.offsets[group.start], self._model.layout.offsets[group.stop])
-            rows = np.flatnonzero(on_table)
+
+            def places(chosen: NDArray[np.bool_]) -> Places:
+                rows = np.flatnonzero(chosen)
+                return Places(where[rows], numbers[where[rows]], rows + low, span)
+
+            devices = [self._model.parameters[position].device for position in where.tolist()]
             self._known[key] = Members(
                 numbers,
                 {number: where[numbers[where] == number] for number in np.unique(numbers[where[trained]]).tolist()},
-                Table(self._model.layout, where[rows], numbers[where[rows]], rows + low, span) if rows.size else None,
-                where[trained & ~on_table].tolist(),
+                Table(self._model.layout, places(on_table)) if on_table.any() else None,
+                [
+                    DeviceTable(self._model.layout, places(on_kernels & [each == device for each in devices]), kernels)
+                    for device, kernels in self._kernels.items()
+                    if any(on_kernels & [each == device for each in devices])
+                ],
+                where[trained & ~on_table & ~on_kernels].tolist(),
             )
         return self._known[key]
 

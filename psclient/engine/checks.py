@@ -45,7 +45,7 @@ def finite(model: TrainedModel, gradients: Mapping[int, torch.Tensor]) -> Gradie
             f"has a gradient of {found[wrong[0]].numel()} elements, and {model.sizes[wrong[0]]} of its own",
             "leave the size of a gradient alone, or set it to None",
         )
-    is_plain = (found.addresses != 0) & (model.layout.size >= COMPILED_FROM)
+    is_plain = (found.addresses != 0) & found.on_host & (model.layout.size >= COMPILED_FROM)
     row = first_not_finite(*(column[is_plain] for column in (found.addresses, found.kinds, found.sizes)))
     others = found.positions[~is_plain].tolist()
     bad = [] if row is None else [int(found.positions[is_plain][row])]

@@ -37,7 +37,7 @@ def warm(inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
     if k >= inputs.numel:
         return take_all(inputs)
     if is_ranked(state):
-        return _rank(inputs, k, state, state["ranked"] - 1)
+        return rank(inputs, k, state, state["ranked"] - 1)
     threshold = state.get("threshold")
     search = TailSearch(k)
     if threshold is None:
@@ -46,7 +46,7 @@ def warm(inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
             return take_all(inputs)
         threshold = search.run(inputs, first)
         if threshold is None:
-            return _rank(inputs, k, state, _RANKED_STEPS)
+            return rank(inputs, k, state)
     result = inputs.take(threshold, ROOM * k)
     lacks = result.count_above < (1 - TOLERANCE) * k and threshold != 0  # at 0 there is no more to be had
     if lacks or result.count_above > ROOM * k:
@@ -54,7 +54,7 @@ def warm(inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
         search.update(threshold, result.count_above, result.sum_above)
         threshold = search.run(inputs)
         if threshold is None:
-            return _rank(inputs, k, state, _RANKED_STEPS)
+            return rank(inputs, k, state)
         result = inputs.take(threshold, ROOM * k)
     _predict(state, threshold, result.count_above, result.sum_above, k)
     if result.count_above > (1 + TOLERANCE) * k:
@@ -119,7 +119,7 @@ def correct(
     return Corrected(new_offsets[:total], new_values[:total], counts)
 
 
-def _rank(inputs: SelectionInput, k: int, state: SelectorState, steps: float) -> Taken:
+def rank(inputs: SelectionInput, k: int, state: SelectorState, steps: float = _RANKED_STEPS) -> Taken:
     """Take the exact top-k, now and in ``steps`` more steps: without a threshold, ranking is cheaper than counting."""
     taken = exact(inputs, k, state)
     state.clear()
@@ -149,6 +149,27 @@ def _predict(state: SelectorState, threshold: float, count: int, excess: float, 
     drift += _DRIFT_GAIN * (level - expected)
     state["drift"] = drift
     state["threshold"] = max(best / 2, level + drift)
+
+
+def predict(
+    used: NDArray[np.float64],
+    expected: NDArray[np.float64],
+    drifts: NDArray[np.float64],
+    above: Integers,
+    excess: NDArray[np.float64],
+    wanted: Integers,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Do for many rows what :func:`warm` does for the next threshold; return thresholds and drifts, fp64.
+
+    ``expected`` is the threshold that a row's state has: infinite where there is none.
+    """
+    scarce = (used == 0) & (above <= wanted)
+    known = np.maximum(above, 1)
+    best = np.maximum(used / 2, used + excess / known * np.log(known / wanted))
+    expected = np.where(np.isinf(expected), best, expected)
+    level = expected + _LEVEL_GAIN * (best - expected)
+    drifts = drifts * np.where(drifts > 0, _RISING, 1.0) + _DRIFT_GAIN * (level - expected)
+    return np.where(scarce, 0.0, np.maximum(best / 2, level + drifts)), np.where(scarce, 0.0, drifts)
 
 
 def laplace_threshold(inputs: SelectionInput, k: int) -> float:
