@@ -23,7 +23,6 @@ import torch
 from pscore.select import TOLERANCE, Selector, entries_for
 from pscore.select.base import nothing, take_all
 from pscore.select.inputs import Memory
-from pscore.select.kernels import device_kernels
 from pscore.select.kernels.base import Taken
 from pscore.select.kernels.cuda import PendingTaken
 from pscore.select.warm import warm

@@ -170,13 +170,14 @@ class DeviceKernels:
     Args:
         device: a CUDA device; under Triton's interpreter the CPU.
         block: elements of a piece; a power of two, at most 32768.
+        part: elements of a piece that are updated together; a power of two.
     """
 
-    def __init__(self, device: torch.device, *, block: int = 4096) -> None:
+    def __init__(self, device: torch.device, *, block: int = 4096, part: int = 1024) -> None:
         from pscore.select.kernels import triton_kernels
 
         self._kernels: Any = triton_kernels  # Triton's launchers have no types
-        self._device, self._block = device, block
+        self._device, self._block, self._part = device, block, min(block, part)
         self._stream = SideStream(device)
 
     def pieces(self, sizes: Integers, starts: Integers) -> Pieces:
@@ -207,7 +208,9 @@ class DeviceKernels:
                     digit = {"SHIFT": shift, "BINS": size}
                     self._kernels.histogram[(count,)](table, pieces.table, state, bins, **digit, **shape)
                     self._kernels.choose[(len(rows),)](table, state, bins, **digit, num_warps=8)
-            self._kernels.update[(count,)](table, pieces.table, float(clip), counts, excess, mask, values, **shape)
+            self._kernels.update[(count,)](
+                table, pieces.table, float(clip), counts, excess, mask, values, PART=self._part, **shape
+            )
             if is_whole:
                 return Pending(self._stream, values, rows, pieces, room)
             self._kernels.settle[(len(rows),)](
@@ -236,8 +239,8 @@ class DeviceKernels:
         starts = np.cumsum(counts) - counts
         table = np.stack([rows, starts[rows] + first, np.minimum(_ENTRIES, counts[rows] - first)], 1)
         arrays = [targets, table, values] if offsets is None else [targets, table, values, offsets]
-        with torch.cuda.device(self._device if self._device.type == "cuda" else None):
-            sent, cut, numbers, *where = to_device(arrays, self._device)
+        sent, cut, numbers, *where = to_device(arrays, self._device)
+        with torch.cuda.device_of(sent):
             self._kernels.scatter[(rows.size,)](
                 sent, cut.view(torch.int64), where[0].view(torch.int64) if where else None, numbers.view(torch.float32),
                 ADDS=adds, BLOCK=_ENTRIES, enable_fp_fusion=False,

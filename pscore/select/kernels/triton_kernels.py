@@ -61,7 +61,7 @@ def _read(place, lane, inside, FULL: tl.constexpr):
     if FULL:
         return tl.load(tl.multiple_of(place + lane, [SIZE, SIZE]))
     else:
-        return tl.load(place + lane, mask=inside, other=0.0)
+        return tl.load(place + lane, mask=inside, other=0)
 
 
 @triton.jit
@@ -78,7 +78,8 @@ def _as_fp32(address, kind, first, lane, inside, FULL: tl.constexpr):
     if kind == FLOAT16:
         x = _read((address + 2 * first).to(tl.pointer_type(tl.float16)), lane, inside, FULL).to(tl.float32)
     elif kind == BFLOAT16:
-        x = _read((address + 2 * first).to(tl.pointer_type(tl.bfloat16)), lane, inside, FULL).to(tl.float32)
+        half = _read((address + 2 * first).to(tl.pointer_type(tl.int16)), lane, inside, FULL)
+        x = (half.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
         x = _read(_floats(address, first), lane, inside, FULL)
     return x
@@ -126,9 +127,10 @@ def _updated(row, first, lane, inside, clip, whole, FULL: tl.constexpr):
 
 
 @triton.jit
-def _piece(row, number, first, clip, counts, excess, mask, whole, FULL: tl.constexpr, BLOCK: tl.constexpr):
-    """Update a piece, in parts that need few registers."""
-    PART: tl.constexpr = 1024 if BLOCK > 1024 else BLOCK
+def _piece(
+    row, number, first, clip, counts, excess, mask, whole, FULL: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr
+):
+    """Update a piece, part by part: a whole one would need more registers than there are."""
     WORDS: tl.constexpr = PART // 32
     word, column = tl.arange(0, WORDS), tl.arange(0, 32)[None, :]
     lane = word[:, None] * 32 + column
@@ -149,7 +151,7 @@ def _piece(row, number, first, clip, counts, excess, mask, whole, FULL: tl.const
 
 
 @triton.jit
-def update(rows, pieces, clip, counts, excess, mask, whole, BLOCK: tl.constexpr):
+def update(rows, pieces, clip, counts, excess, mask, whole, BLOCK: tl.constexpr, PART: tl.constexpr):
     """Add ``clip`` times the gradients to the memories, and mark what lies above each row's threshold.
 
     A row without a gradient is only looked through; a ``whole`` one is written to ``whole`` and its memory left alone.
@@ -159,9 +161,9 @@ def update(rows, pieces, clip, counts, excess, mask, whole, BLOCK: tl.constexpr)
     row = rows + tl.load(pieces + 2 * number) * ROW_BYTES
     first = tl.load(pieces + 2 * number + 1)
     if (tl.load(row + ALIGNED) != 0) & (first + BLOCK <= _integer(row, LENGTH)):
-        _piece(row, number, first, clip, counts, excess, mask, whole, True, BLOCK)
+        _piece(row, number, first, clip, counts, excess, mask, whole, True, BLOCK, PART)
     else:
-        _piece(row, number, first, clip, counts, excess, mask, whole, False, BLOCK)
+        _piece(row, number, first, clip, counts, excess, mask, whole, False, BLOCK, PART)
 
 
 @triton.jit
@@ -271,6 +273,14 @@ def choose(rows, search, bins, SHIFT: tl.constexpr, BINS: tl.constexpr):
 
 
 @triton.jit
+def _as_bfloat16(x):
+    """Round to the nearest number, of two the even one; return its bits."""
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(x == x, rounded, 0x7FC0).to(tl.int16)
+
+
+@triton.jit
 def scatter(targets, pieces, offsets, values, ADDS: tl.constexpr, BLOCK: tl.constexpr):
     """Write values to tensors, or add them in fp32 to their ``master``, which each tensor follows.
 
@@ -293,6 +303,6 @@ def scatter(targets, pieces, offsets, values, ADDS: tl.constexpr, BLOCK: tl.cons
     if kind == FLOAT16:
         tl.store(address.to(tl.pointer_type(tl.float16)) + index, y.to(tl.float16), mask=inside)
     elif kind == BFLOAT16:
-        tl.store(address.to(tl.pointer_type(tl.bfloat16)) + index, y.to(tl.bfloat16), mask=inside)
+        tl.store(address.to(tl.pointer_type(tl.int16)) + index, _as_bfloat16(y), mask=inside)
     elif not ADDS:
         tl.store(address.to(tl.pointer_type(tl.float32)) + index, y, mask=inside)

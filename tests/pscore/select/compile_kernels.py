@@ -26,6 +26,7 @@ TYPES = {
     "clip": "fp32",
 }
 REGISTERS = 64
+ROW_REGISTERS = 80  # of one program a row
 
 
 def machine_code(kernel, capability, warps=8, **constants):
@@ -50,7 +51,7 @@ def usage(code):
 
 def variants():
     shape = {"BLOCK": BLOCK}
-    yield "update", kernels.update, 8, shape
+    yield "update", kernels.update, 8, {**shape, "PART": 1024}
     yield "settle", kernels.settle, 8, {**shape, "TILE": _TILE}
     yield "emit", kernels.emit, 16, shape
     for shift, bins in _DIGITS:
@@ -71,8 +72,8 @@ def compile_all(capability):
         wide = re.findall(r"(ld|st)\.global\S*\.v([24])\.b(\d+)", ptx)
         found = sorted({(kind, int(count) * int(bits)) for kind, count, bits in wide})
         print(f"sm_{capability} {name}: {registers} registers, {code.metadata.shared} bytes shared, {found}")
-        pass
-        pass
+        assert spilled == 0, name
+        assert registers <= (ROW_REGISTERS if name.startswith(("settle", "choose")) else REGISTERS), (name, registers)
         if name == "update":  # memory, momentum, gradient and parameters of each kind
             assert {("ld", 128), ("st", 128)} <= set(found), found
 
