@@ -20,9 +20,11 @@ from psclient.compress.rows import Row
 from psclient.compress.table import Places, Rule, Sent, Table
 from psclient.errors import UpdateOverflowError
 from psclient.model.module import TrainedModel
+from psclient.model.scatter import scatter
 from psclient.report import StepReport
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
+from pscore.select.kernels.cuda import TARGET
 from pscore.select.kernels.segments import Integers
 from pscore.select.warm import warm
 
@@ -199,26 +201,41 @@ class Compressor:
     def restore(self, slices: Iterable[SparseSlice]) -> None:
         """Add entries that did not arrive to the residuals again, each times its tensor's share."""
         for each in slices:
-            if bool(self._on_host.all()):
-                self._restore_at_once(each)
+            if self._kernels or bool(self._on_host.all()):
+                self._restore_at_once(each.cpu())
             else:
-                self._restore_by_tensor(each)
+                self._restore_by_tensor(each, self._on_kernels)
 
     def _restore_at_once(self, lost: SparseSlice) -> None:
-        """Restore a slice where all tensors are on the host, and so are their residuals in one array."""
+        """Restore a slice of the host where residuals are in one array, or are written to by kernels."""
         touched, (start, end) = self._model.layout.positions(lost.span), (lost.span.start, lost.span.end)
         if not touched:
             return
         edges = np.array(self._model.layout.offsets[touched.start : touched.stop + 1])
         values, offsets = lost.values.numpy(), None if lost.offsets is None else lost.offsets.numpy()
         counts = np.diff(edges.clip(start, end) if offsets is None else np.searchsorted(offsets, edges - start))
-        self.memories.require("residual", tuple((np.flatnonzero(counts) + touched.start).tolist()))
         shares = self._shares[touched.start : touched.stop]
         returned = values * (shares[:1] if (shares == shares[0]).all() else np.repeat(shares, counts))
-        self.memories.flat("residual")[start:end][slice(None) if offsets is None else offsets] += returned
+        found = np.flatnonzero(counts) + touched.start
+        if not self._kernels:
+            self.memories.require("residual", tuple(found.tolist()))
+            self.memories.flat("residual")[start:end][slice(None) if offsets is None else offsets] += returned
+            return
+        for device, kernels in self._kernels.items():
+            targets = np.zeros(len(self._model.parameters), TARGET)
+            for position in found.tolist():
+                if self._model.parameters[position].device == device:
+                    targets["address"][position] = self.memories.of("residual", position).data_ptr()
+            targets["master"] = targets["address"]
+            again = SparseSlice(lost.span, lost.offsets, torch.from_numpy(returned))
+            scatter(kernels, self._model.layout, targets, [again], adds=True)
+        self._restore_by_tensor(lost, self._on_kernels)
 
-    def _restore_by_tensor(self, lost: SparseSlice) -> None:
-        for position, piece in self._by_tensor([lost]):
+    def _restore_by_tensor(self, lost: SparseSlice, done: NDArray[np.bool_]) -> None:
+        """Restore a slice to those tensors that are not ``done``."""
+        for position, piece in self._by_tensor([lost]) if not done.all() else ():
+            if done[position]:
+                continue
             span = self._model.layout.span(position)
             residual = self.memories.of("residual", position)
             part = residual[piece.span.start - span.start : piece.span.end - span.start]

@@ -1,6 +1,6 @@
 """The gradients of a step, and the addresses by which compiled loops read them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import repeat
 from operator import attrgetter
 
@@ -47,3 +47,12 @@ class Gradients(dict[int, torch.Tensor]):
             listed = list(used)
             rows = np.flatnonzero(is_plain)
             self.addresses[rows] = [listed[row].data_ptr() for row in rows.tolist()]
+
+
+def norms(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the L2 norms of gradients in another order, fp32 ``[m]`` on one of their devices; nothing waits."""
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    found = [torch.stack(torch._foreach_norm(same, 2, torch.float32)) for same in alike.values()]
+    return torch.cat([each.to(found[0].device, non_blocking=True) for each in found]) if found else torch.zeros(0)
