@@ -154,14 +154,17 @@ class Compressor:
                 return Places(where[rows], numbers[where[rows]], rows + low, span)
 
             devices = [self._model.parameters[position].device for position in where.tolist()]
+            apart = {
+                device: on_kernels & np.array([each == device for each in devices], bool) for device in self._kernels
+            }
             self._known[key] = Members(
                 numbers,
                 {number: where[numbers[where] == number] for number in np.unique(numbers[where[trained]]).tolist()},
                 Table(self._model.layout, places(on_table)) if on_table.any() else None,
                 [
-                    DeviceTable(self._model.layout, places(on_kernels & [each == device for each in devices]), kernels)
-                    for device, kernels in self._kernels.items()
-                    if any(on_kernels & [each == device for each in devices])
+                    DeviceTable(self._model.layout, places(chosen), self._kernels[device])
+                    for device, chosen in apart.items()
+                    if chosen.any()
                 ],
                 where[trained & ~on_table & ~on_kernels].tolist(),
             )

@@ -163,9 +163,10 @@ class Replica:
         before = edits_of(self.parameters)
         scattered = self._scatter(segments, adds)
         for segment in segments:
-            for position in self._write_plain(segment, adds):
+            left = self._write_plain(segment, adds)
+            for position in [position for position in left if not scattered[position]]:
                 part = segment.clip(self.layout.span(position))
-                if part is None or scattered[position]:
+                if part is None:
                     continue
                 within, data = self._within(position, part.span), self.parameters[position].detach()
                 flat = data.reshape(-1)
