@@ -75,7 +75,7 @@ class DeviceTable(Filled):
             for position in self._positions:
                 memories.state(position).pop("residual", None)
             return self._runs(values)
-        masked = {} if self._masked is None else {row: self._momenta[row] for row in np.flatnonzero(self._masked)}
+        masked = {row: tensor for row, tensor in self._momenta.items() if self._rows["masked"][row]}
         offsets, values, counts = self._segments.collect(self._residuals, masked)
         piece, entries = self._entries(offsets, values, counts, memories, report)
         self._used.clear()

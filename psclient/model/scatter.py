@@ -25,7 +25,7 @@ def scatter(
     Args:
         kernels: of the tensors' device.
         layout: of all tensors.
-        targets: of :data:`~pscore.select.kernels.cuda.TARGET`, by position; an address of 0 for a tensor that gets none.
+        targets: of :data:`~pscore.select.kernels.cuda.TARGET`, by position; address 0: no entries for this tensor.
         segments: of spans of the layout, without common entries.
         adds: add in fp32 to a target's ``master``.
 

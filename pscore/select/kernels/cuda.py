@@ -24,16 +24,16 @@ ROW = np.dtype(
     ],
     align=True,
 )
-"""A tensor: beside the fields of :data:`pscore.select.kernels.segments.ROW` the addresses of memory (0: none) and
-momentum, elements, where its entries start in the output, its first piece, entries that are wanted, and how few and how
-many are accepted. ``masked``: the momentum becomes 0 where an entry is taken; ``aligned``: all addresses are multiples of
-16. The output has room for as many entries as are accepted, of a ``whole`` tensor for all elements.
+"""A tensor: the fields of :data:`pscore.select.kernels.segments.ROW`, and more.
 
-A row without a gradient is selected from as it is."""
+Addresses of ``memory`` (0: none) and ``momentum``; elements; ``room``, where its entries start in the output; its first
+piece; entries that are wanted; the least and the most that are accepted. ``masked``: the momentum becomes 0 where an
+entry is taken. ``aligned``: all addresses are multiples of 16. The output has room for the most entries, and for all
+elements of a ``whole`` tensor. A row without a gradient is selected from as it is."""
 
 TARGET = np.dtype([("address", "i8"), ("master", "i8"), ("shift", "i8"), ("kind", "i8")])
-"""A tensor that entries are scattered to: its address, that of its fp32 copy (or its own), what its elements' numbers are
-above the entries' offsets, and its dtype as in :data:`~pscore.select.kernels.segments.KINDS`."""
+"""A tensor that entries are scattered to: its address, that of its fp32 copy (or its own again), the number that is added
+to the entries' offsets, and its dtype as in :data:`~pscore.select.kernels.segments.KINDS`."""
 
 KINDS_BY_NAME = {str(dtype).removeprefix("torch."): kind for dtype, kind in KINDS.items()}
 
@@ -80,12 +80,13 @@ class SideStream:
 def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
     """Copy arrays to a device in the current stream, all in one copy from pinned memory; int8 ``[bytes]`` each."""
     flat = [torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.int8)) for array in arrays]
-    sizes = [-(-each.numel() // 16) * 16 for each in flat]
-    packed = torch.empty(sum(sizes), dtype=torch.int8, pin_memory=device.type == "cuda")
-    for part, each in zip(packed.split(sizes), flat, strict=True):
-        part[: each.numel()] = each
+    ends = np.cumsum([-(-each.numel() // 16) * 16 for each in flat]).tolist()
+    packed = torch.empty(ends[-1], dtype=torch.int8, pin_memory=device.type == "cuda")
+    places = [slice(start, start + each.numel()) for start, each in zip([0, *ends], flat, strict=False)]
+    for place, each in zip(places, flat, strict=True):
+        packed[place] = each
     packed = packed.to(device, non_blocking=True)  # the allocator keeps the pinned memory until then
-    return [part[: each.numel()] for part, each in zip(packed.split(sizes), flat, strict=True)]
+    return [packed[place] for place in places]
 
 
 class Pieces:
@@ -164,8 +165,8 @@ def _sections(packed: torch.Tensor, rows: int, pieces: int, room: int) -> list[t
 class DeviceKernels:
     """Launches the kernels on one device.
 
-    Until a :class:`Pending` has been waited for, no other code may write the tensors of its rows, nor read those that it
-    changes, nor free them.
+    Until a :class:`Pending` has been waited for, no other code may write or free the tensors of its rows, nor read those
+    that are changed.
 
     Args:
         device: a CUDA device; under Triton's interpreter the CPU.
@@ -240,7 +241,7 @@ class DeviceKernels:
         table = np.stack([rows, starts[rows] + first, np.minimum(_ENTRIES, counts[rows] - first)], 1)
         arrays = [targets, table, values] if offsets is None else [targets, table, values, offsets]
         sent, cut, numbers, *where = to_device(arrays, self._device)
-        with torch.cuda.device_of(sent):
+        with torch.cuda.device_of(sent):  # type: ignore[no-untyped-call]
             self._kernels.scatter[(rows.size,)](
                 sent, cut.view(torch.int64), where[0].view(torch.int64) if where else None, numbers.view(torch.float32),
                 ADDS=adds, BLOCK=_ENTRIES, enable_fp_fusion=False,

@@ -117,7 +117,7 @@ def test_an_update_that_overflows_leaves_finite_memories():
     model = made(DGS, HYPER | {"density": 0.5, "lr": 1e38}, DeviceKernels(DEVICE, block=2048, part=2048))
     gradients = gradients_of(model, 0)
     gradients[3] *= 1e4
-    with pytest.raises(UpdateOverflowError, match="p3|3"):
+    with pytest.raises(UpdateOverflowError, match="3"):
         model.compress(gradients)
     assert all(bool(memory["residual"].isfinite().all()) for memory in model.memories())
 
@@ -158,6 +158,24 @@ def test_all_devices_work_before_the_first_is_waited_for():
     assert torch.equal(dense, torch.cat([gradient * 0.1 for gradient in gradients_of(model, 1).values()]))
 
 
+class Launched:
+    """Triton's kernels, or one of them for a grid, whose launches are counted."""
+
+    def __init__(self, real, counts):
+        self._real, self._counts = real, counts
+
+    def __getattr__(self, name):
+        return Launched(getattr(self._real, name), self._counts)
+
+    def __getitem__(self, grid):
+        return Launched(self._real[grid], self._counts)
+
+    def __call__(self, *arguments, **options):
+        self._counts.launches += 1
+        with _disable_current_modes():
+            self._real(*arguments, **options)
+
+
 class Counts(TorchDispatchMode):
     """Counts torch's operations, apart those for whose result the host waits; launches; and copies."""
 
@@ -166,21 +184,7 @@ class Counts(TorchDispatchMode):
     def __init__(self, patch, kernels):
         super().__init__()
         self.operations = self.waits = self.launches = self.up = self.down = self.fetched = 0
-        real = kernels._kernels
-
-        class Counted:
-            def __getattr__(own, name):
-                def grid(programs):
-                    def run(*arguments, **options):
-                        self.launches += 1
-                        with _disable_current_modes():
-                            getattr(real, name)[programs](*arguments, **options)
-
-                    return run
-
-                return type("Launcher", (), {"__getitem__": lambda _, programs: grid(programs)})()
-
-        kernels._kernels = Counted()
+        kernels._kernels = Launched(kernels._kernels, self)
         to_device, wait = cuda.to_device, cuda.Pending.wait
         copy_to_host = cuda.SideStream.copy_to_host
 

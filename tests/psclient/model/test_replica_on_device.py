@@ -30,14 +30,18 @@ def sparse(span, seed):
     return SparseSlice(span, offsets, randn(offsets.numel(), seed + 1))
 
 
+def dense(low, high):
+    return SparseSlice(Span(low, high), None, randn(high - low, low))
+
+
 REPLIES = {
     "sparse": lambda size: [sparse(Span(0, size), 1)],
     "of shards": lambda size: [sparse(Span(0, 900), 1), sparse(Span(900, 2010), 3), sparse(Span(2010, size), 5)],
-    "dense": lambda size: [SparseSlice(Span(0, size), None, randn(size, 2))],
-    "dense parts": lambda size: [SparseSlice(Span(low, high), None, randn(high - low)) for low, high in ((1, 700), (900, size))],
-    "mixed": lambda size: [SparseSlice(Span(0, 900), None, randn(900)), sparse(Span(900, size), 3)],
+    "dense": lambda size: [dense(0, size)],
+    "dense parts": lambda size: [dense(1, 700), dense(900, size)],
+    "mixed": lambda size: [dense(0, 900), sparse(Span(900, size), 3)],
     "nothing": lambda size: [SparseSlice(Span(0, size), torch.empty(0, dtype=torch.int64), torch.empty(0))],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -65,7 +69,7 @@ def test_a_reply_is_written_by_one_launch_with_the_bits_of_the_host(reply, adds,
     assert one.loaded() == "p1"
 
 
-def test_a_parameter_with_other_memory_is_found(monkeypatch):
+def test_a_parameter_with_other_memory_is_found():
     replica = made(DeviceKernels(DEVICE), DEVICE)
     replica.parameters[4].data = replica.parameters[4].data.clone()
     assert replica.loaded() is None
