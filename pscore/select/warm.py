@@ -165,6 +165,7 @@ def predict(
     """
     scarce = (used == 0) & (above <= wanted)
     known = np.maximum(above, 1)
+    excess = np.where(np.isfinite(excess), excess, 0.0)  # a sum may leave fp32 though its terms do not
     best = np.maximum(used / 2, used + excess / known * np.log(known / wanted))
     expected = np.where(np.isinf(expected), best, expected)
     level = expected + _LEVEL_GAIN * (best - expected)

@@ -32,8 +32,8 @@ entry is taken. ``aligned``: all addresses are multiples of 16. The output has r
 elements of a ``whole`` tensor. A row without a gradient is selected from as it is."""
 
 TARGET = np.dtype([("address", "i8"), ("master", "i8"), ("shift", "i8"), ("kind", "i8")])
-"""A tensor that entries are scattered to: its address, that of its fp32 copy (or its own again), the number that is added
-to the entries' offsets, and its dtype as in :data:`~pscore.select.kernels.segments.KINDS`."""
+"""A tensor that entries are scattered to: its address, that of its fp32 copy (or its own again), the number that is
+added to the entries' offsets, and its dtype as in :data:`~pscore.select.kernels.segments.KINDS`."""
 
 KINDS_BY_NAME = {str(dtype).removeprefix("torch."): kind for dtype, kind in KINDS.items()}
 
@@ -165,8 +165,8 @@ def _sections(packed: torch.Tensor, rows: int, pieces: int, room: int) -> list[t
 class DeviceKernels:
     """Launches the kernels on one device.
 
-    Until a :class:`Pending` has been waited for, no other code may write or free the tensors of its rows, nor read those
-    that are changed.
+    Until a :class:`Pending` has been waited for, no other code may write or free the tensors of its rows, nor read
+    those that are changed.
 
     Args:
         device: a CUDA device; under Triton's interpreter the CPU.
