@@ -81,7 +81,12 @@ class ClientSettings(LayeredSettings):
     )
     selector: str = setting(DEFAULT_SELECTOR, "how the entries of a push are selected: " + ", ".join(SELECTORS))
     select_over: Literal["tensor", "group"] = setting("tensor", "select from each tensor, or from each merged group")
-    dense_below: int = setting(DEFAULT_DENSE_BELOW, "tensors with fewer elements are pushed whole; 0: none", ge=0)
+    dense_below: int = setting(
+        DEFAULT_DENSE_BELOW,
+        "tensors with fewer elements are pushed whole; if they are more than 65,536 elements together and a twentieth "
+        "of the model, only smaller ones; 0: none",
+        ge=0,
+    )
     merge: Literal["pareto", "greedy", "buckets", "layers", "elements"] = setting(
         "buckets",
         "which neighbouring tensors travel together: the best plan from measured costs, that of the MGS-SGD paper, "

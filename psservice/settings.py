@@ -76,7 +76,9 @@ class ServerSettings(LayeredSettings):
     down_selector: str = setting(DEFAULT_SELECTOR, "selector of the entries of a top-k reply: " + ", ".join(SELECTORS))
     down_value_type: str = setting("fp32", "type of the values in a top-k reply: " + ", ".join(VALUE_CODECS))
     down_density: float = setting(0.01, "density of a top-k reply", gt=0, le=1)
-    down_dense_below: int = setting(DEFAULT_DENSE_BELOW, "tensors below this size are whole in top-k replies", ge=0)
+    down_dense_below: int = setting(
+        DEFAULT_DENSE_BELOW, "tensors with fewer elements are whole in top-k replies, as dense_below for pushes", ge=0
+    )
     exact_limit: float = setting(0.10, "share of changed elements above which auto leaves exact replies", gt=0, le=1)
     buffers: Literal["sync", "local", "none"] = setting(
         "sync", "BatchNorm statistics: averaged and adopted, averaged but kept local, or never sent"

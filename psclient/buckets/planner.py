@@ -159,10 +159,11 @@ class BucketPlanner:
         costs, slack = self._meter.costs, self._meter.backward_left.tolist()
         found = layer_density.densities(slack, self._sizes, costs.message, costs.byte, self._meter.entry_bytes)
         self.densities = dict(enumerate(found))
+        dense_below = self._layout.whole_below(self._settings.dense_below)
         self._meter.expect(
             {
                 position: entries_for(size, found[position])
                 for position, size in enumerate(self._sizes)
-                if size >= self._settings.dense_below
+                if size >= dense_below
             }
         )

@@ -19,7 +19,7 @@ from pscore.select import SelectorState
 from pscore.select.inputs import Memory
 from pscore.select.kernels import segments
 from pscore.select.kernels.segments import KINDS, Integers, Passed, Reals
-from pscore.select.warm import ROOM, Corrected, correct, is_ranked, warm
+from pscore.select.warm import ROOM, Corrected, correct, warm
 
 _COEFFICIENTS = ("scale", "decay", "factor", "retain", "rate", "unit", "keep", "nesterov")
 _NOTHING = np.zeros(0, np.float32)
@@ -190,11 +190,9 @@ class Table(Filled):
         """Update the tensors, and take what is above their thresholds."""
         memories.require("residual", self._positions)
         states = memories.states_of(self._searched_positions)
-        recalls = {row: state.setdefault("recall", {}) for row, state in zip(self._searched, states, strict=True)}
+        recalls = [state.setdefault("recall", {}) for state in states]
         thresholds = np.zeros(self._sizes.size)
-        thresholds[self._searched] = [
-            np.inf if is_ranked(recall) else recall.get("threshold", np.inf) for recall in recalls.values()
-        ]
+        thresholds[self._searched] = [each.get("threshold", np.inf) for each in recalls]  # a ranked tensor has none
         self._rows["threshold"][self._searched] = thresholds[self._searched]
         residuals, base = memories.flat("residual"), self._span.start
         passed = segments.update(self._rows, self._pieces, clip, residuals, momentum, _NOTHING, base)
@@ -219,33 +217,33 @@ class Table(Filled):
         offsets: Integers,
         passed: Passed,
         thresholds: NDArray[np.float64],
-        recalls: Mapping[int, SelectorState],
+        recalls: Sequence[SelectorState],
         residuals: Reals,
     ) -> Corrected:
         """Correct the tensors whose number of entries misses ``k``, and note the next thresholds."""
         drifts = np.zeros(thresholds.size)
-        drifts[self._searched] = [recall.get("drift", 0.0) for recall in recalls.values()]
+        drifts[self._searched] = [recall.get("drift", 0.0) for recall in recalls]
         base = self._span.start
         found = correct(self._rows, self._sizes, self._k, base, residuals, thresholds, drifts, passed, offsets)
         offsets, values, counts = found
         left = []
         columns = (each[self._searched].tolist() for each in (counts, thresholds, drifts))
-        for (row, recall), count, threshold, drift in zip(recalls.items(), *columns, strict=True):
+        for row, recall, count, threshold, drift in zip(self._searched, recalls, *columns, strict=True):
             if count < 0:
-                left.append(row)
+                left.append((row, recall))
             else:
                 recall["threshold"], recall["drift"] = threshold, drift
-        counts[left] = 0
         if not left:
             return found
+        counts[counts < 0] = 0
         pieces: list[tuple[Integers, Reals]] = []
         ends, done = np.cumsum(counts).tolist(), 0
-        for row in left:
+        for row, recall in left:
             start = int(self._rows["start"][row])
             source = Memory(
                 torch.from_numpy(residuals[start : start + int(self._sizes[row])]), None, float(self._rows["keep"][row])
             )
-            taken = warm(source, int(self._k[row]), recalls[row])
+            taken = warm(source, int(self._k[row]), recall)
             pieces.append((offsets[done : ends[row]], values[done : ends[row]]))
             pieces.append((taken.offsets.numpy() + (start - base), taken.values.numpy()))
             counts[row], done = taken.offsets.numel(), ends[row]

@@ -110,7 +110,8 @@ class Worker:
         self.membership = Membership(shards, self._name, replica, model.buffers, method.name, agreed, settings)
         self.cluster = Cluster(self.membership)
         self.planner = BucketPlanner(model.layout, settings, layer_density)
-        choice = Choice(SELECTORS[settings.selector], settings.select_over, settings.dense_below)
+        dense_below = model.layout.whole_below(settings.dense_below)
+        choice = Choice(SELECTORS[settings.selector], settings.select_over, dense_below)
         self.compressor = Compressor(method, model, memories, groups, choice, self.planner)
         self.push_pull = PushPull(model.layout, self.cluster, self.compressor, self.planner)
 

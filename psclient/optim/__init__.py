@@ -1,1 +1,1 @@
-"""Training methods: one file each, the algorithm as pure tensor functions over one tensor's state."""
+"""The optimizers, one file a method: its recurrence, and what it adds to the base class."""

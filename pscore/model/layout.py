@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 
+import numpy as np
 import torch
 
 from pscore.names import shown
 
 PARAMETER_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of parameters on a worker. The server's master copy is fp32, so fp64 would lose bits and is refused."""
+
+_MOST_WHOLE = 1 << 16  # elements of small tensors that are sent whole in any model
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,16 @@ class ModelLayout:
         """Return the span of parameter number ``position``."""
         return Span(self.offsets[position], self.offsets[position + 1])
 
+    def whole_below(self, dense_below: int) -> int:
+        """Return the size below which a tensor is sent whole: ``dense_below``, where that leaves something to select.
+
+        It is less where the smaller tensors are more than 65,536 elements together, and more than a twentieth of the
+        model: adapters and experts may consist of nothing else.
+        """
+        small = np.sort([spec.numel for spec in self.parameters if spec.numel < dense_below])
+        fitting = int(np.searchsorted(np.cumsum(small), max(_MOST_WHOLE, self.size // 20), side="right"))
+        return dense_below if fitting == small.size else int(small[fitting])
+
     def shard_spans(self, num_shards: int) -> tuple[Span, ...]:
         """Cut the layout into contiguous spans of equal bytes: fp32 masters, so of equal length within one element."""
         cuts = [self.size * shard // num_shards for shard in range(num_shards + 1)]
@@ -171,9 +184,14 @@ def layout_of(
     aliases: dict[str, tuple[str, ...]] | None = None,
     frozen: Iterable[tuple[str, torch.Tensor]] = (),
 ) -> ModelLayout:
-    """Build the layout of named tensors; ``aliases`` maps a name to other names of the same tensor."""
+    """Build the layout of named tensors; ``aliases`` maps a name to other names of the same tensor.
+
+    A tensor without values, or of a dtype that cannot be trained, raises :class:`ValueError`.
+    """
 
     def spec(name: str, tensor: torch.Tensor) -> TensorSpec:
+        if tensor.is_meta:
+            raise ValueError(f"{name} is on the meta device, without values: call model.to_empty() and initialise it")
         return TensorSpec(name, tuple(tensor.shape), tensor.dtype, (aliases or {}).get(name, ()))
 
     return ModelLayout(

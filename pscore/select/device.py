@@ -11,13 +11,20 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pscore.select.base import TOLERANCE, SelectorState
 from pscore.select.inputs import Memory
 from pscore.select.kernels.base import Taken
 from pscore.select.kernels.cuda import ROW, DeviceKernels, Found, Pending
 from pscore.select.kernels.segments import Integers, Reals
-from pscore.select.warm import is_ranked, predict, rank, warm
+from pscore.select.warm import predict, rank, warm
+
+
+def most_off(wanted: Integers) -> NDArray[np.float64]:
+    """Return by how many entries the number of a tensor may miss those that are wanted."""
+    off: NDArray[np.float64] = np.maximum(TOLERANCE * wanted, 2 * np.sqrt(wanted))
+    return off
 
 
 class Selected(NamedTuple):
@@ -48,7 +55,7 @@ class DeviceSegments:
 
     def want(self, wanted: Integers) -> None:
         """Set how many entries are wanted of each row that is ``searched``; the others send all that they have."""
-        rows, slack = self.rows, np.maximum(TOLERANCE * wanted, 2 * np.sqrt(wanted))
+        rows, slack = self.rows, most_off(wanted)
         searched, sizes = rows["searched"], rows["length"]
         rows["wanted"] = wanted
         rows["least"] = np.where(searched, np.maximum(1, np.ceil(wanted - slack)), 0)
@@ -59,7 +66,8 @@ class DeviceSegments:
         """Begin to update and select; ``states`` of the rows that are searched. Nothing waits for the device."""
         self._states = dict(states)
         searched = list(self._states)
-        self.rows["threshold"][searched] = [_threshold(state) for state in self._states.values()]
+        # A ranked tensor has no threshold.
+        self.rows["threshold"][searched] = [state.get("threshold", np.inf) for state in self._states.values()]
         self._pending = self._kernels.launch(self.rows, self._pieces, clip)
 
     def wait(self) -> None:
@@ -88,7 +96,7 @@ class DeviceSegments:
         missed = np.flatnonzero(counts < 0)
         if not missed.size:
             return Selected(found.offsets, found.values, counts)
-        again = np.array([row for row in missed.tolist() if not is_ranked(self._states[row])], np.int64)
+        again = np.array([row for row in missed.tolist() if "ranked" not in self._states[row]], np.int64)
         if again.size:
             found = self._search(again)
             self._predict(found, again)
@@ -96,7 +104,7 @@ class DeviceSegments:
             parts.append((found.offsets, found.values))
         for row in np.flatnonzero(counts < 0).tolist():
             source, k = Memory(memories[row], None, float(self.rows["keep"][row])), int(self.rows["wanted"][row])
-            ranked = (warm if is_ranked(self._states[row]) else rank)(source, k, self._states[row])
+            ranked = (warm if "ranked" in self._states[row] else rank)(source, k, self._states[row])
             taken = Taken(*(each.cpu() for each in ranked))
             if row in momenta:
                 momenta[row][ranked.offsets] = 0
@@ -127,7 +135,3 @@ class DeviceSegments:
         )  # fmt: skip
         for state, threshold, drift in zip(states, thresholds.tolist(), drifts.tolist(), strict=True):
             state["threshold"], state["drift"] = threshold, drift
-
-
-def _threshold(state: SelectorState) -> float:
-    return np.inf if is_ranked(state) else state.get("threshold", np.inf)

@@ -52,7 +52,7 @@ def reuse(inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
         first = laplace_threshold(inputs, k)
         if first == 0:
             return take_all(inputs)
-        threshold, age = TailSearch(k).run(inputs, threshold or first), 0.0
+        threshold, age = TailSearch(k, TOLERANCE * k).run(inputs, threshold or first), 0.0
         if threshold is None:
             state.clear()
             return exact(inputs, k, state)

@@ -3,7 +3,8 @@
 The threshold is known before the step, so one pass accumulates and takes. The count that the pass finds moves the
 threshold for the next step, by the tail's own scale. Where the count misses ``k`` by more than the tolerance, it is
 corrected within the step: a surplus is put back (no pass over the memory), a lack costs counting passes and a second
-take. The first step starts at the Laplace estimate (see :mod:`pscore.select.research`).
+take. The first step starts at the Laplace estimate (see :mod:`pscore.select.research`). A small input, whose count
+varies by chance, may miss ``k`` by more; it is ranked where it has no threshold.
 
 The threshold does not follow the learning rate: when that falls, the entries near the threshold still consist of steps
 at the old rate. The threshold drifts down as these are taken, and the drift is predicted.
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from pscore.select.base import TOLERANCE, SelectorState, exact, keep_largest, take_all
@@ -27,8 +29,10 @@ _RANKED_STEPS = 16
 ROOM = 3  # capacity of the pass, as a multiple of k: a surplus up to there needs no other pass
 _MOST_PASSES = 8
 _UNTIL_ZERO = 3
+_SMALL_SIZE = 1 << 14  # elements of an input whose count may be off by chance
+_CHANCE = 1.5  # of the square root of k, which is what a count varies by from step to step
 _LARGEST_SIZE = 1 << 18  # of a tensor whose threshold one thread searches
-_RULE = TOLERANCE, ROOM, _LARGEST_SIZE, _MOST_PASSES, _UNTIL_ZERO, _LEVEL_GAIN, _DRIFT_GAIN, _RISING
+_RULE = ROOM, _SMALL_SIZE, _LARGEST_SIZE, _MOST_PASSES, _UNTIL_ZERO, _LEVEL_GAIN, _DRIFT_GAIN, _RISING
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -36,35 +40,44 @@ def warm(inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
     """Take ``k`` entries within the tolerance."""
     if k >= inputs.numel:
         return take_all(inputs)
-    if is_ranked(state):
-        return rank(inputs, k, state, state["ranked"] - 1)
-    threshold = state.get("threshold")
-    search = TailSearch(k)
-    if threshold is None:
+    if "ranked" in state:
+        return _rank(inputs, k, state, state["ranked"] - 1)
+    threshold = state.get("threshold", math.inf)
+    is_small, off = inputs.numel <= _SMALL_SIZE, float(deviation(k, inputs.numel))
+    search = TailSearch(k, off)
+    if threshold == math.inf and is_small:
+        return rank(inputs, k, state)
+    if threshold == math.inf:
         first = laplace_threshold(inputs, k)
         if first == 0:
             return take_all(inputs)
-        threshold = search.run(inputs, first)
-        if threshold is None:
+        found = search.run(inputs, first)
+        if found is None:
             return rank(inputs, k, state)
+        threshold = found
     result = inputs.take(threshold, ROOM * k)
-    lacks = result.count_above < (1 - TOLERANCE) * k and threshold != 0  # at 0 there is no more to be had
+    lacks = result.count_above < k - off and threshold != 0  # at 0 there is no more to be had
     if lacks or result.count_above > ROOM * k:
         inputs.put_back(result.taken)
         search.update(threshold, result.count_above, result.sum_above)
-        threshold = search.run(inputs)
-        if threshold is None:
+        found = search.run(inputs)
+        if found is None:
             return rank(inputs, k, state)
+        threshold = found
         result = inputs.take(threshold, ROOM * k)
     _predict(state, threshold, result.count_above, result.sum_above, k)
-    if result.count_above > (1 + TOLERANCE) * k:
+    if result.count_above > k + off:
         return keep_largest(inputs, result.taken, k)
     return result.taken
 
 
-def is_ranked(state: SelectorState) -> bool:
-    """Tell whether the input is ranked in this step: no threshold was found lately."""
-    return state.get("ranked", 0) > 0
+def deviation(k: Any, size: Any) -> Any:
+    """Return by how many entries a count may miss ``k`` without a correction; of numbers or of arrays.
+
+    Of a small input this is what a count varies by from step to step, where that is more than the tolerance.
+    """
+    by_chance = np.minimum(_CHANCE * np.sqrt(k), k - 1)
+    return np.maximum(TOLERANCE * k, by_chance * (size <= _SMALL_SIZE))
 
 
 class Corrected(NamedTuple):
@@ -89,7 +102,7 @@ def correct(
     """Do for all rows of a table what :func:`warm` does for one after its pass at the known threshold.
 
     A row is left, its entries in the memory, if its threshold is infinite, no threshold is found, or the tensor is too
-    large for one thread to search: :func:`warm` begins anew then.
+    large for one thread to search: :func:`warm` begins anew then. A small one is ranked instead.
 
     Args:
         rows: as of :func:`~pscore.select.kernels.segments.update`, which has taken entries with room for ``ROOM·k``.
@@ -105,13 +118,13 @@ def correct(
     from pscore.select.kernels import warm_loops
 
     searched, above, counts = rows["searched"], passed.above, passed.taken
-    misses = np.isinf(thresholds) | (above > (1 + TOLERANCE) * wanted)
-    misses |= (above < (1 - TOLERANCE) * wanted) & (thresholds != 0)
+    off = deviation(wanted, sizes)
+    misses = np.isinf(thresholds) | (above > wanted + off) | ((above < wanted - off) & (thresholds != 0))
     moves = bool((misses & searched).any())
-    size = int(np.maximum(counts, searched * ((1 + TOLERANCE) * wanted + 2).astype(np.int64)).sum()) if moves else 0
+    size = int(np.maximum(counts, searched * (wanted + off + 2).astype(np.int64)).sum()) if moves else 0
     new_offsets, new_values = np.empty(size, np.int64), np.empty(size, np.float32)
     total = warm_loops.correct(
-        rows, searched, sizes, wanted, base, memory, thresholds, drifts, above, passed.excess, counts, offsets,
+        rows, searched, sizes, wanted, off, base, memory, thresholds, drifts, above, passed.excess, counts, offsets,
         passed.values, new_offsets, new_values, moves, _RULE,
     )  # fmt: skip
     if not moves:
@@ -119,14 +132,24 @@ def correct(
     return Corrected(new_offsets[:total], new_values[:total], counts)
 
 
-def rank(inputs: SelectionInput, k: int, state: SelectorState, steps: float = _RANKED_STEPS) -> Taken:
-    """Take the exact top-k, now and in ``steps`` more steps: without a threshold, ranking is cheaper than counting."""
+def rank(inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
+    """Take the exact top-k where no threshold is found, of a large input in more steps to come, too."""
+    return _rank(inputs, k, state, 0 if inputs.numel <= _SMALL_SIZE else _RANKED_STEPS)
+
+
+def _rank(inputs: SelectionInput, k: int, state: SelectorState, steps: float) -> Taken:
+    """Take the exact top-k, now and in ``steps`` more steps: without a threshold, ranking is cheaper than counting.
+
+    After the last of them the threshold lies just below the smallest entry that was taken.
+    """
     taken = exact(inputs, k, state)
     state.clear()
     if steps:
         state["ranked"] = steps
-    elif taken.values.numel():
-        state["threshold"] = float(taken.values.abs().min())
+    else:
+        values = taken.values.abs()
+        below = torch.nextafter(values.min(), values.new_zeros(())) if values.numel() else math.inf
+        state.update(threshold=float(below), drift=0.0)
     return taken
 
 
@@ -189,10 +212,11 @@ class TailSearch:
     Counts fall exponentially in the tail. With ``c`` entries above ``t`` and ``s`` the sum of their excess, the tail's
     scale is ``β = s/c`` at first, then ``β = (t − t′)/ln(c′/c)`` between two passes, and the next threshold
     ``t + β·ln(c/k)``. Where that leaves the known bracket, the bracket is halved, geometrically: magnitudes may span
-    sixty orders. ``count`` entries lie above the last ``threshold`` tried.
+    sixty orders. ``count`` entries lie above the last ``threshold`` tried; ``off`` of them too many or too few will do.
     """
 
     k: int
+    off: float
     threshold: float = 0.0
     count: int = -1
     _low: float = 0.0
@@ -223,7 +247,7 @@ class TailSearch:
         if math.isinf(self._high) and self.count > self.k:
             self._high = inputs.magnitude()[1]
         tried = 0
-        while abs(self.count - self.k) > TOLERANCE * self.k:
+        while abs(self.count - self.k) > self.off:
             tried += 1
             following = self._next()
             if tried == _UNTIL_ZERO and self._low == 0:

@@ -72,7 +72,7 @@ class ErrorCode(Enum):
 
 
 class Rejected(Exception):  # noqa: N818 - the protocol's word: the raising side has no fault
-    """A call is refused and nothing was changed.
+    """A call is refused. The model has not changed, unless the reason is ``NOT_DURABLE``.
 
     Attributes:
         detail: what exactly was wrong, for a person.

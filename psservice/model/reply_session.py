@@ -260,4 +260,4 @@ class ReplyMaker:
 
     def _topk_entries(self) -> int:
         """Count the entries of a top-k reply; a selector that takes about k may take a few more."""
-        return sum(self.topk.entries(common.length) for _, common in self.model.layout.overlapping(self.model.span))
+        return sum(k for _, k in self.topk.entries(self.model.layout, self.model.span))

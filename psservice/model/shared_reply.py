@@ -83,15 +83,11 @@ def _chunk_fields(
     if isinstance(segment, pb.Chunk):
         checksum.add(segment)
         yield chunk_field(segment)
-    elif form.value is None:  # the values' own dtype: their bytes are copied into the message and nowhere else
+    else:  # exact values travel in their own dtype: their bytes are copied into the message and nowhere else
         for chunk, first in frames.chunks_without_values(segment, form, chunk_bytes):
             values = bytes_of(segment.values[first : first + chunk.count])
             checksum.add(chunk, values)
             yield chunk_field(chunk, values)
-    else:
-        for chunk, _ in frames.encode(segment, form, chunk_bytes=chunk_bytes):
-            checksum.add(chunk)
-            yield chunk_field(chunk)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,21 +13,22 @@ difference: pushes may change the parameters meanwhile, and a selection reads ea
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from pscore.select import TOLERANCE, Selector, entries_for
+from pscore.model.layout import ModelLayout, Span
+from pscore.select import Selector, entries_for
 from pscore.select.base import nothing, take_all
-from pscore.select.device import DeviceSegments
+from pscore.select.device import DeviceSegments, most_off
 from pscore.select.inputs import Memory
 from pscore.select.kernels import device_kernels
 from pscore.select.kernels.base import Taken
 from pscore.select.kernels.cuda import TARGET, DeviceKernels
-from pscore.select.warm import warm
+from pscore.select.warm import deviation, warm
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model import reply_loops
 from psservice.model.changelog import ChangeLog, is_compiled, most_changed, union
@@ -77,7 +78,7 @@ class TopKSettings:
 
     Attributes:
         density: share of a tensor's entries that is sent.
-        dense_below: tensors with fewer elements are sent whole.
+        dense_below: tensors with fewer elements are sent whole, within :meth:`.ModelLayout.whole_below`.
         value: value codec, by its number in the proto.
         chunk_bytes: largest payload of a chunk.
         images: where no room is left, no further worker is answered so.
@@ -90,9 +91,11 @@ class TopKSettings:
     chunk_bytes: int = 1 << 20
     images: ImageBudget = field(default_factory=lambda: ImageBudget(sys.maxsize))
 
-    def entries(self, length: int) -> int:
-        """Return the entries that are sent of a tensor with so many."""
-        return length if length < self.dense_below else entries_for(length, self.density)
+    def entries(self, layout: ModelLayout, span: Span) -> Iterator[tuple[Span, int]]:
+        """Yield each tensor's part of a span, and how many of its entries are sent."""
+        dense_below = layout.whole_below(self.dense_below)
+        for _, common in layout.overlapping(span):
+            yield common, common.length if common.length < dense_below else entries_for(common.length, self.density)
 
 
 class Table:
@@ -108,9 +111,8 @@ class Table:
 
     def __init__(self, model: ModelShard, settings: TopKSettings) -> None:
         rows: list[tuple[int, int, int]] = []
-        for _, common in model.layout.overlapping(model.span):
+        for common, k in settings.entries(model.layout, model.span):
             start, end = common.start - model.span.start, common.end - model.span.start
-            k = settings.entries(common.length)
             if rows and k == common.length and rows[-1][2] == rows[-1][1] - rows[-1][0]:
                 start = rows.pop()[0]
                 k = end - start
@@ -124,7 +126,8 @@ class Table:
         self._rooms = np.where(self.ks < sizes, np.minimum(sizes, _ROOM * (self.ks + reply_loops.WORD)), sizes)
         sampled = np.maximum(sizes // _LEAST_SHARE, np.minimum(_HITS * sizes // self.ks, sizes // _LARGEST_SHARE))
         self._samples = np.where(sizes > _SAMPLED_FROM, sampled // reply_loops.LINE * reply_loops.LINE, sizes)
-        self.entries = int(((1 + TOLERANCE) * self.ks).sum()) + len(rows)  # sent at most
+        off = np.maximum(deviation(self.ks, sizes), most_off(self.ks))
+        self.entries = int((self.ks + off).sum()) + len(rows)  # sent at most
         self.room = self.entries + int(self._rooms.max(initial=0))
 
     def select(self, theta: torch.Tensor, image: torch.Tensor, among: torch.Tensor | None) -> Taken:

@@ -107,6 +107,8 @@ def evict(shard: Shard, worker_id: str, ban_seconds: float) -> Member | None:
         member = shard.leases.evict(worker_id, ban_seconds)
         if member is not None:
             shard.durability.events.left(member.identity)
+    if member is not None:
+        model_install.forget_upload(shard, member.identity)
     close_rounds_after_leave(shard)
     log.warning("worker evicted", extra={"worker": worker_id, "ban_seconds": ban_seconds})
     return member

@@ -44,8 +44,8 @@ def pass_over(x, threshold, keep, shift, room, offsets, values):
 
 
 @register_jitable
-def search(x, k, threshold, count, excess, offsets, values, tolerance, most_passes, until_zero):
-    """Return a threshold above which ``k`` entries lie within the tolerance, after a pass at another one; or -1."""
+def search(x, k, threshold, count, excess, offsets, values, off, most_passes, until_zero):
+    """Return a threshold above which ``k`` entries lie, give or take ``off``, after a pass at another one; or -1."""
     low, high, plunge, tried, one = 0.0, np.inf, 1, 0, np.float32(1)
     scale = excess / count if count > 0 else 0.0
     if count > k:
@@ -55,7 +55,7 @@ def search(x, k, threshold, count, excess, offsets, values, tolerance, most_pass
         low, high = max(low, threshold), float(top)
     elif count < k:
         high = threshold
-    while abs(count - k) > tolerance * k:
+    while abs(count - k) > off:
         tried += 1
         following = -1.0
         if count > 0 and scale > 0:
@@ -107,9 +107,36 @@ def keep_largest(x, shift, k, count, offsets, values):
     return kept
 
 
+@register_jitable
+def rank(x, k, keep, shift, offsets, values):
+    """Take the ``k`` largest into ``offsets`` and ``values``, of equal ones the first, and no zero.
+
+    Returns how many were taken, and a threshold just below the smallest; infinite where nothing was.
+    """
+    magnitudes = np.abs(x)
+    least = np.partition(magnitudes, x.size - k)[x.size - k]
+    ties, taken = k, 0
+    for j in range(x.size):
+        ties -= magnitudes[j] > least
+    for j in range(x.size):
+        v = x[j]
+        is_tie = magnitudes[j] == least and ties > 0
+        ties -= is_tie
+        if (is_tie or magnitudes[j] > least) and v != 0:
+            offsets[taken], values[taken] = shift + j, v
+            x[j] = keep * v
+            taken += 1
+    if taken == 0:
+        return 0, np.inf
+    smallest = abs(values[0])
+    for i in range(1, taken):
+        smallest = min(smallest, abs(values[i]))
+    return taken, float(np.nextafter(smallest, np.float32(0)))
+
+
 @compiled
 def correct(
-    rows, searched, sizes, wanted, base, memory, thresholds, drifts, above, excess, taken, offsets, values,
+    rows, searched, sizes, wanted, allowed, base, memory, thresholds, drifts, above, excess, taken, offsets, values,
     new_offsets, new_values, moves, rule,
 ):  # fmt: skip
     """See :func:`pscore.select.warm.correct`, which also says which rows are left; their ``taken`` is -1.
@@ -117,7 +144,7 @@ def correct(
     With ``moves`` all entries are written anew; else every row is known to be within the tolerance. Returns the number
     of entries.
     """
-    tolerance, room, largest_size, most_passes, until_zero, level_gain, drift_gain, rising = rule
+    room, small_size, largest_size, most_passes, until_zero, level_gain, drift_gain, rising = rule
     total = first = 0
     for row in range(sizes.size):
         count, k, threshold = taken[row], wanted[row], thresholds[row]
@@ -126,22 +153,28 @@ def correct(
             new, into = offsets[low:first], values[low:first]
         else:
             new, into = new_offsets[total:], new_values[total:]
-        if searched[row] and math.isinf(threshold):
-            taken[row] = -1
-            continue
         start = rows[row].start
         x, shift = memory[start : start + sizes[row]], start - base
-        lacks = above[row] < (1 - tolerance) * k and threshold != 0
+        is_small, off = sizes[row] <= small_size, allowed[row]
+        if searched[row] and math.isinf(threshold) and not is_small:
+            taken[row] = -1
+            continue
+        lacks = above[row] < k - off and threshold != 0
         if searched[row] and (lacks or above[row] > room * k):
             for i in range(low, first):
                 x[offsets[i] - shift] = values[i]
-            if sizes[row] > largest_size:
+            found = -1.0
+            if sizes[row] <= largest_size and not math.isinf(threshold):
+                found = search(x, k, threshold, above[row], excess[row], new, into, off, most_passes, until_zero)
+            if found < 0 and is_small:
+                taken[row], thresholds[row] = rank(x, k, rows[row].keep, shift, new, into)
+                drifts[row] = 0.0
+                total += taken[row]
+                continue
+            if found < 0:
                 taken[row] = -1
                 continue
-            threshold = search(x, k, threshold, above[row], excess[row], new, into, tolerance, most_passes, until_zero)
-            if threshold < 0:
-                taken[row] = -1
-                continue
+            threshold = found
             fits = min(room * k, new.size)
             above[row], excess[row] = pass_over(x, threshold, rows[row].keep, shift, fits, new, into)
             count = min(above[row], fits)
@@ -157,7 +190,7 @@ def correct(
                 level = thresholds[row] + level_gain * (best - thresholds[row])
                 drifts[row] = drift + drift_gain * (level - thresholds[row])
                 thresholds[row] = max(best / 2, level + drifts[row])
-            if above[row] > (1 + tolerance) * k and count > k:
+            if above[row] > k + off and count > k:
                 count = keep_largest(x, shift, k, count, new, into)
         taken[row] = count
         total += count

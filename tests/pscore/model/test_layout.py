@@ -155,6 +155,13 @@ def test_only_single_and_half_precision_can_be_trained(dtype):
     assert ModelLayout((A,), (TensorSpec("w", (2,), dtype),)).buffers[0].dtype == dtype
 
 
+@pytest.mark.parametrize("place", ["parameters", "buffers", "frozen"])
+def test_a_tensor_without_values_is_refused(place):
+    tensors = {"parameters": [("w", torch.zeros(2))], place: [("v", torch.zeros(2, device="meta"))]}
+    with pytest.raises(ValueError, match="v is on the meta device"):
+        layout_of(**{"buffers": []} | tensors)
+
+
 def test_layout_of_reads_names_shapes_dtypes_and_aliases():
     layout = layout_of(
         [("w", torch.zeros(2, 3, dtype=torch.float16))], [("n", torch.tensor(0))], {"w": ("head.w", "tail.w")}
@@ -162,3 +169,24 @@ def test_layout_of_reads_names_shapes_dtypes_and_aliases():
     assert layout.parameters == (TensorSpec("w", (2, 3), torch.float16, ("head.w", "tail.w")),)
     assert layout.buffers == (TensorSpec("n", (), torch.int64),)
     assert layout.parameters[0].nbytes == 12
+
+
+@given(
+    st.lists(st.integers(1, 9000) | st.sampled_from([512, 4095, 4096, 3_000_000]), min_size=1, max_size=80),
+    st.integers(0, 5000),
+)
+def test_small_tensors_are_sent_whole_as_long_as_they_are_few(sizes, dense_below):
+    layout = ModelLayout(tuple(TensorSpec(f"w{n}", (size,), torch.float32) for n, size in enumerate(sizes)))
+    limit, most = layout.whole_below(dense_below), max(1 << 16, sum(sizes) // 20)
+    assert limit <= dense_below
+    assert sum(size for size in sizes if size < limit) <= most
+    if limit < dense_below:
+        assert sum(size for size in sizes if size <= limit) > most, "and no fewer than may be"
+
+
+def test_adapters_are_selected_from_and_the_biases_of_a_large_model_are_not():
+    adapters = ModelLayout(tuple(TensorSpec(f"w{n}", (512,), torch.float32) for n in range(5000)))
+    large = [TensorSpec(f"w{n}", (1 << 20,), torch.float32) for n in range(20)]
+    biases = [TensorSpec(f"b{n}", (4000,), torch.float32) for n in range(200)]
+    assert adapters.whole_below(4096) == 512
+    assert ModelLayout((*large, *biases)).whole_below(4096) == 4096

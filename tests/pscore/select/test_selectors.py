@@ -13,6 +13,7 @@ from pscore.select.base import exact, take_all
 from pscore.select.inputs import Joined, Memory
 from pscore.select.kernels import cpu, reference
 from pscore.select.kernels.base import GradientUpdate
+from pscore.select.warm import deviation
 
 many = settings(deadline=None, max_examples=150)
 
@@ -230,6 +231,20 @@ def test_the_result_does_not_depend_on_the_number_of_threads():
         assert torch.equal(taken.offsets, found[0][0].offsets)
         assert torch.equal(r, found[0][1])
         assert count == found[0][2]
+
+
+@pytest.mark.parametrize(("n", "k"), [(512, 1), (512, 5), (4096, 40), (16384, 163)])
+def test_the_count_of_a_small_input_varies_by_chance_about_what_was_asked_for(n, k):
+    """A residual, step by step: no count is further off than a count varies, and the mean is near."""
+    rng, recall, counts = np.random.default_rng(0), {}, []
+    r = torch.zeros(n)
+    for _ in range(300):
+        g = torch.from_numpy(rng.normal(size=n).astype(np.float32))
+        counts.append(SELECTORS["warm"](Memory(r, GradientUpdate(g, 0.1)), k, recall).offsets.numel())
+    off = deviation(k, n)
+    assert k - off > 0
+    assert all(k - off <= count <= k + off for count in counts)
+    assert 0.85 * k <= sum(counts) / len(counts) <= 1.15 * k
 
 
 def test_small_tensors_are_below_4096_elements():

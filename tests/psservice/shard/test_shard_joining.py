@@ -9,7 +9,7 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model.reply_session import ReplyMode
-from psservice.shard.join import leave
+from psservice.shard.join import evict, leave
 from psservice.shard.model_install import upload_progress
 from psservice.types import Identity
 from tests.psservice.service_makers import BF16, F32, layout_of
@@ -88,6 +88,15 @@ def test_who_has_sent_much_may_be_back_for_the_rest_as_long_as_sending_it_took()
         assert join(shard, LAYOUT, ANNA).generation == generation
         shard.uploads.note_progress(ANNA, 0.6)
         clock.now += 5 * HOUR
+        assert upload_progress(shard) is None
+        assert join(shard, LAYOUT, BERT).state == UPLOAD
+
+
+def test_another_worker_uploads_at_once_where_the_uploader_is_evicted():
+    with open_shards(stream_idle_seconds=10 * HOUR) as (shard,):
+        half_sent(shard, with_clock(shard))
+        assert join(shard, LAYOUT, BERT).state == WAIT
+        evict(shard, ANNA.worker_id, HOUR)
         assert upload_progress(shard) is None
         assert join(shard, LAYOUT, BERT).state == UPLOAD
 
