@@ -74,9 +74,14 @@ class DeviceTable(Filled):
             values = self._segments.whole().numpy()
             for position in self._positions:
                 memories.state(position).pop("residual", None)
+            self._forget()
             return self._runs(values)
         masked = {row: tensor for row, tensor in self._momenta.items() if self._rows["masked"][row]}
         offsets, values, counts = self._segments.collect(self._residuals, masked)
+        self._forget()
         piece, entries = self._entries(offsets, values, counts, memories, report)
-        self._used.clear()
         return Sent([piece], entries, bool(np.isfinite(piece.values.numpy()).all()))
+
+    def _forget(self) -> None:
+        """Let go of the tensors that the device no longer uses."""
+        self._used, self._residuals, self._momenta = [], [], {}

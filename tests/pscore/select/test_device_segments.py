@@ -197,7 +197,7 @@ def test_the_same_calls_give_the_same_bits_and_a_state_goes_on():
         return [*found, twins.memory.clone()]
 
     def made(memory=None):
-        twins = Twins([1000, 2000], memory=memory)
+        twins = Twins([1000, 2000], block=1024, memory=memory)
         twins.want([50, 100])
         twins.rows["keep"] = 0.7
         return twins
