@@ -236,7 +236,8 @@ def histogram(rows, pieces, search, bins, SHIFT: tl.constexpr, BINS: tl.constexp
     inside = lane < _integer(row, LENGTH) - first
     place = _floats(_integer(row, MEMORY), first)
     bits = tl.abs(tl.load(place + lane, mask=inside, other=0.0)).to(tl.int32, bitcast=True)
-    alike = (bits.to(tl.int64) - tl.load(search + 3 * number)) // BINS >> SHIFT == 0
+    SPAN: tl.constexpr = BINS << SHIFT
+    alike = bits.to(tl.int64) // SPAN == tl.load(search + 3 * number) // SPAN
     counted = (bits > 0) & (bits <= 0x7F800000) & alike
     found = tl.histogram((bits >> SHIFT) & (BINS - 1), BINS, mask=counted)
     bin = tl.arange(0, BINS)
