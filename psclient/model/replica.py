@@ -5,7 +5,6 @@ place, so the user's references stay valid. Where the user gives a parameter oth
 a reply has the changes since the last one, and nothing about the rest.
 """
 
-import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 
 from psclient.errors import ModelChangedError
@@ -23,9 +23,9 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.select.kernels import COMPILED_FROM, device_kernels
 from pscore.select.kernels.cuda import TARGET, DeviceKernels
 from pscore.select.kernels.segments import KINDS
+from pscore.wire.dense import bytes_of
 
-_BLOCK = 1 << 20  # words that are summed at a time
-_ODD = 0x1E3779B97F4A7C15
+_BLOCK = 1 << 18  # elements that share a checksum of 32 bits
 
 
 class Replica:
@@ -79,8 +79,12 @@ class Replica:
 
     def digest(self) -> bytes:
         """Return 32 bytes that are equal where the values are, and else all but surely not; reads all parameters."""
-        sums = [_checksum(parameter) for parameter in self.parameters]
-        return hashlib.sha256(torch.stack(sums).numpy().tobytes()).digest()
+        digest = hashlib.sha256()
+        for parameter in self.parameters:
+            flat = parameter.detach().reshape(-1)
+            for block in torch.split(flat, _BLOCK):
+                digest.update(crc32(bytes_of(block)).to_bytes(4, "little"))
+        return digest.digest()
 
     def accept(self) -> None:
         """Make the parameters' values and memory of now the known ones."""
@@ -241,31 +245,6 @@ def _places_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.d
         is_contiguous,
         [tensors[n].stride() for n in strided],
     )
-
-
-def _checksum(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a sum of a tensor's bytes in words of eight, each times what its place gives it; int64 on the host."""
-    flat = parameter.detach().contiguous().reshape(-1)
-    each = flat.element_size()
-    if flat.data_ptr() % 8 or flat.storage_offset() * each % 8:
-        flat = flat.clone()
-    end = flat.numel() - flat.numel() % (8 // each)
-    tail = flat[end:].view(torch.int32 if each == 4 else torch.int16).to(torch.int64)
-    words, factors = flat[:end].view(torch.int64), _factors(flat.device)
-    total = (tail * factors[: tail.numel()]).sum()
-    for start in range(0, words.numel(), _BLOCK):
-        block = words[start : start + _BLOCK]
-        total = total * _ODD + _dot(block, factors[: block.numel()])  # modulo 2^64
-    return total.cpu()
-
-
-def _dot(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    return (left * right).sum() if left.is_cuda else left.dot(right)  # CUDA has no dot product of integers
-
-
-@functools.lru_cache
-def _factors(device: torch.device) -> torch.Tensor:
-    return torch.arange(1, 2 * _BLOCK, 2, device=device) * _ODD
 
 
 def _kind(tensor: torch.Tensor) -> str:

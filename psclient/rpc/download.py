@@ -28,6 +28,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 
 log = logging.getLogger("psclient")
 
+_KEPT_BYTES = 31 << 20  # glibc returns a freed block of 32 MiB or more to the system in any case
 _WAIT_LONGER = "Raise --timeout (patience_seconds) to wait longer"
 
 
@@ -134,6 +135,8 @@ def _check_places(connections: Sequence[Connection], headers: Sequence[pb.Downlo
 
 
 def _fetch(connection: Connection, patience_seconds: float, deadline_seconds: float) -> _Part:
+    bytearray(_KEPT_BYTES)  # freed at once: glibc then reuses a message's memory for the next, without fresh pages
+
     def attempt(seconds: float) -> _Part:
         call = StreamCall(seconds).start(connection.download_model(pb.DownloadModelRequest()))
         return _read(call.messages())

@@ -26,6 +26,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 _CHUNK_TAG = bytes([pb.UploadModelRequest.CHUNK_FIELD_NUMBER << 3 | 2])  # the same in every stream
 _VALUES_TAG = bytes([pb.Chunk.VALUES_FIELD_NUMBER << 3 | 2])
 _SMALL_BYTES = 4 << 10  # of a message, from which the library's copies cost more than finding the values
+_BLOCK = 64 << 10  # values that are copied, then checked
 _MOST_FIELDS = 8  # of a message, that are searched for values
 _MESSAGE_SECONDS = 0.1  # that a message of a whole model may take
 _SENT_BEFORE = 16  # times a larger message's bytes
@@ -188,9 +189,12 @@ def _read_values(codec: int, data: memoryview, into: NDArray[np.float32]) -> Non
         return
     if data.nbytes != into.nbytes:
         raise Rejected(ErrorCode.BAD_CHUNK, f"{data.nbytes} value bytes, {into.size} entries in fp32 need others")
-    into[:] = np.frombuffer(data, "<f4")
-    if not np.isfinite(into).all():
-        raise Rejected(ErrorCode.NON_FINITE, "an fp32 value is not finite")
+    values = np.frombuffer(data, "<f4")
+    for start in range(0, into.size, _BLOCK):  # which is checked while it is in the processor's cache
+        block = into[start : start + _BLOCK]
+        block[:] = values[start : start + _BLOCK]
+        if not np.isfinite(block).all():
+            raise Rejected(ErrorCode.NON_FINITE, "an fp32 value is not finite")
 
 
 def fields(raw: bytes, position: int = 0, end: int | None = None) -> Iterator[tuple[int, int, int]]:

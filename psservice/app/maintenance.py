@@ -19,7 +19,10 @@ _MALLOC_OPTIONS = {"MALLOC_TRIM_THRESHOLD_": (-1, 64 << 20), "MALLOC_MMAP_THRESH
 
 
 class MaintenanceThread:
-    """A thread that starts at once; ``size`` returns the number of elements of the model, 0 until a worker joins."""
+    """A thread that starts at once; ``size`` returns the number of elements of the model, 0 until it is uploaded.
+
+    Compiling earlier would slow the upload, and the first push comes a gradient later.
+    """
 
     def __init__(self, size: Callable[[], int]) -> None:
         self._size = size

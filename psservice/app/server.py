@@ -110,7 +110,7 @@ class Server:
         if settings.metrics_listen:
             self.metrics_address = self._start_web(operators)
         self.address = self._listen(settings.listen, "--listen", handlers, credentials)
-        self._maintenance = MaintenanceThread(lambda: self.shard.layout.size if self.shard.layout else 0)
+        self._maintenance = MaintenanceThread(lambda: self.shard.model.layout.size if self.shard.model else 0)
 
     def run(self) -> None:
         """Announce the addresses, wait for SIGTERM, SIGINT or the parent's end, then drain and stop.

@@ -2,8 +2,8 @@
 
 import logging
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 class ModelCopy:
     """A shard's values at one version, with the buffers; made on the apply thread, and read on any.
 
-    The values are copied as they are read, and what has not been read yet when the next update comes: so a copy of a
-    model that rests occupies nothing. :meth:`close` must follow.
+    What has not been read yet is copied when the next update comes: so a copy of a model that rests occupies nothing.
+    :meth:`close` must follow.
     """
 
     def __init__(self, model: ModelShard, buffers: modelfile.StateDict) -> None:
@@ -33,11 +33,17 @@ class ModelCopy:
         else:
             self._values = model.current()
 
-    def read(self, part: Span) -> torch.Tensor:
-        """Copy the values of a part, fp32 ``[part.length]``; the parts ascend."""
+    @contextmanager
+    def reading(self, part: Span) -> Iterator[torch.Tensor]:
+        """Give the values of a part, fp32 ``[part.length]``, not copied, while updates wait; the parts ascend."""
         with self._lock:
             self._read = part.end
-            return self._values[part.start - self._start : part.end - self._start].clone()
+            yield self._values[part.start - self._start : part.end - self._start]
+
+    def read(self, part: Span) -> torch.Tensor:
+        """Copy the values of a part, as :meth:`reading`."""
+        with self.reading(part) as values:
+            return values.clone()
 
     def close(self) -> None:
         """Keep nothing any more."""

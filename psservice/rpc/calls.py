@@ -52,6 +52,7 @@ class Rule:
         changes: whether the call changes the shard, so that a drain waits for it.
         in_parts: whether a request is several messages, for a reader of them.
         stays_open: whether a stream has one request after another.
+        reads_ahead: whether the next message is received while the handler works on one: of megabytes, and many.
     """
 
     role: Role
@@ -59,13 +60,14 @@ class Rule:
     changes: bool = False
     in_parts: bool = False
     stays_open: bool = False
+    reads_ahead: bool = False
 
 
 RULES: dict[str, Rule] = {
     "Join": Rule(Role.WORKER, Lane.JOIN, changes=True),
     "RenewLease": Rule(Role.WORKER, Lane.LEASE),
     "Leave": Rule(Role.WORKER, Lane.JOIN),
-    "UploadModel": Rule(Role.WORKER, Lane.WORK, changes=True, in_parts=True),
+    "UploadModel": Rule(Role.WORKER, Lane.WORK, changes=True, in_parts=True, reads_ahead=True),
     "DownloadModel": Rule(Role.READER, Lane.WORK),
     "PushSparse": Rule(Role.WORKER, Lane.WORK, changes=True, in_parts=True, stays_open=True),
     "PullDiff": Rule(Role.WORKER, Lane.WORK, stays_open=True),

@@ -10,7 +10,6 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from concurrent.futures import Future
 from contextlib import AsyncExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
@@ -36,7 +35,7 @@ from psservice.rpc.calls import (
     require_place,
 )
 from psservice.rpc.memory_budget import MemoryBudget, received_bytes
-from psservice.rpc.open_call import OpenCall, Pool, StalledError
+from psservice.rpc.open_call import OpenCall, Pool, StalledError, fetch_error
 from psservice.rpc.penalty import Penalty, is_fault
 from psservice.rpc.work import Answers, feed, more, reply_to
 from psservice.shard.shard import Shard
@@ -51,6 +50,7 @@ _InParts: TypeAlias = Callable[[Call], StreamReader]
 
 _SMALL_BYTES = 16 << 10  # of a message of a push that is little work
 _LANE_THREADS = {Lane.LEASE: 2, Lane.JOIN: 2, Lane.OPERATOR: 4}
+_MOST_AHEAD = 4  # calls of which a message that is not charged yet, 4 MiB at most, is received
 _FIRST_PIECES = 4  # of work of each kind, which threads do: they may wait for a compiler
 _MOST_CALLS = 4096
 _MOST_SILENT = 256  # calls without a message, and two for each worker with a lease; beyond that the oldest is cut
@@ -88,6 +88,7 @@ class Dispatcher:
         self._penalty = Penalty()
         self._request_budget = MemoryBudget(_REQUEST_BYTES)
         self._stopping = False
+        self._ahead = 0  # calls whose messages are received ahead
         self._by_threads = dict.fromkeys(handlers, 0)  # pieces of work that threads have done or do
         self._metrics.running_calls.set_function(lambda: sum(pool.at_work for pool in self._pools.values()))
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
@@ -276,15 +277,23 @@ class Dispatcher:
             raise
 
     async def _read_stream(self, opened: OpenCall, handler: Handler, raw: bytes | None) -> Answers:
-        """Send the messages of a request into a reader, each as it arrives; ``raw`` is the first."""
-        call = opened.call
+        """Send the messages of a request into a reader, each as it arrives; ``raw`` is the first.
+
+        While a thread works on a message of an upload, the next one is received, for a few uploads at a time.
+        """
+        call, reads_ahead = opened.call, opened.rule.reads_ahead and self._ahead < _MOST_AHEAD
+        self._ahead += reads_ahead
         reading = cast(_InParts, handler)(call)
+        ahead: asyncio.Future[Any] | None = None
         try:
             next(reading)
             while True:
                 size = 0 if raw is None else len(raw)
                 if call.reservation is not None:
                     call.reservation.add(received_bytes(size))
+                if reads_ahead and raw is not None:
+                    ahead = asyncio.ensure_future(opened.context.read())
+                    ahead.add_done_callback(fetch_error)
                 work = partial(feed, call, reading, raw, time.perf_counter_ns())
                 if opened.rule.stays_open and size <= _SMALL_BYTES:
                     answers = await self._here_or_in_thread(opened, work)
@@ -292,35 +301,47 @@ class Dispatcher:
                     answers = await self._in_thread(opened, work)
                 if answers is not None:
                     return answers
-                raw = await self._read(opened)
+                raw = await self._read(opened, ahead=ahead)
         finally:
+            self._ahead -= reads_ahead
+            if ahead is not None:
+                ahead.cancel()
             reading.close()
             if call.identity is not None and (waiting := self._waiting.pop(call.identity, None)) is not None:
                 waiting.set()
 
     async def _answer(self, opened: OpenCall, answers: Answers) -> None:
+        """Send the answers to a request; while one batch is sent, a thread makes the next."""
         batch, others = answers
         if opened.call.finish is not None:
             await self._in_thread(opened, opened.call.finish)
+        making: asyncio.Task[Answers] | None = None
         try:
             while True:
+                if others is not None:
+                    making = asyncio.create_task(self._in_thread(opened, partial(more, opened.call, others)))
                 left = len(batch)
                 for data in batch:
                     left -= 1
                     opened.is_answered = others is None and not left
                     await self._wait(opened, opened.context.write(data), "reader")
-                if others is None:
+                if making is None:
                     return
-                batch, others = await self._in_thread(opened, partial(more, opened.call, others))
+                (batch, others), making = await making, None
         finally:
+            if making is not None:
+                making.cancel()
+                await asyncio.gather(making, return_exceptions=True)
             if others is not None:
                 others.close()
 
     # Waiting for the client, and for threads
 
-    async def _read(self, opened: OpenCall, seconds: float = math.inf) -> bytes | None:
-        """Return the client's next message; ``None`` at the end of its stream."""
-        raw = await self._wait(opened, opened.context.read(), "request", seconds)
+    async def _read(
+        self, opened: OpenCall, seconds: float = math.inf, ahead: Awaitable[Any] | None = None
+    ) -> bytes | None:
+        """Return the client's next message, which is read ``ahead``; ``None`` at the end of its stream."""
+        raw = await self._wait(opened, ahead or opened.context.read(), "request", seconds)
         self._silent.pop(opened, None)
         return None if raw is grpc.aio.EOF else raw
 
@@ -392,33 +413,7 @@ class Dispatcher:
         finally:
             self._apply_thread.stand_down()
 
-    async def _in_thread(self, opened: OpenCall, work: Callable[[], Result]) -> Result:
-        """Run work in the call's lane. A call that is cancelled meanwhile ends when its work has."""
-        loop, pool = opened.loop, opened.pool
-        done: asyncio.Future[Result] = loop.create_future()
-        pool.at_work += 1
+    def _in_thread(self, opened: OpenCall, work: Callable[[], Result]) -> Coroutine[Any, Any, Result]:
+        """Run work in the call's lane, once this is awaited."""
         self._by_threads[opened.call.rpc] += 1
-        try:
-            future = pool.executor.submit(opened.call.span.run, work)
-            future.add_done_callback(lambda ended: loop.call_soon_threadsafe(_copy, ended, done))
-            try:
-                return await done
-            except asyncio.CancelledError:
-                ended = asyncio.wrap_future(future)
-                await asyncio.wait([ended])
-                if not ended.cancelled():
-                    ended.exception()  # fetched, or asyncio logs that nobody did
-                raise
-        finally:
-            pool.at_work -= 1
-
-
-def _copy(ended: "Future[Result]", done: "asyncio.Future[Result]") -> None:
-    """Hand a thread's result over to the event loop; a third of the work of :func:`asyncio.wrap_future`."""
-    if done.cancelled():
-        return
-    error = ended.exception()
-    if error is not None:
-        done.set_exception(error)
-    else:
-        done.set_result(ended.result())
+        return opened.in_thread(work)

@@ -161,11 +161,14 @@ class WorkerCalls:
             checksum, size, end = frames.Checksum(), MessageSize(self._settings.chunk_bytes), model.span.start
             while end < model.span.end:
                 part = Span(end, min(model.span.end, end + size.nbytes // 4))
-                for sent in model.as_sent(SparseSlice(part, None, copy.read(part))):
-                    for chunk, values in dense_chunks(sent, size.nbytes):
-                        checksum.add(chunk, values)
-                        yield chunk_message(chunk, values)
-                        size.sent(values.nbytes)
+                messages = []
+                with copy.reading(part) as values:
+                    for sent in model.as_sent(SparseSlice(part, None, values)):
+                        for chunk, data in dense_chunks(sent, size.nbytes):
+                            checksum.add(chunk, data)
+                            messages.append(chunk_message(chunk, data))
+                            size.sent(data.nbytes)
+                yield from messages
                 end = part.end
             for piece in frames.encode_bytes(pack(copy.buffers[s.name] for s in specs), self._settings.chunk_bytes):
                 yield pb.DownloadModelResponse(buffers=piece)

@@ -2,6 +2,7 @@
 
 import struct
 import threading
+import time
 import uuid
 import zlib
 
@@ -265,6 +266,21 @@ def test_an_upload_over_a_living_model(worker, unharmed):
     head = pb.UploadModelRequest(header=pb.UploadHeader(identity=worker.identity, generation=newer))
     answer = refusal(lambda: worker.stub.UploadModel(iter([head]), timeout=TIMEOUT))
     assert answer == ("FAILED_PRECONDITION", "STALE_GENERATION")
+
+
+def test_a_refused_upload_is_answered_although_its_client_sends_no_more(worker, unharmed):
+    answered = threading.Event()
+
+    def requests():
+        header = pb.UploadHeader(identity=worker.identity, generation=worker.generation)
+        yield pb.UploadModelRequest(header=header)
+        answered.wait(TIMEOUT)
+
+    began = time.monotonic()
+    answer = refusal(lambda: worker.stub.UploadModel(requests(), timeout=TIMEOUT))
+    assert answer == ("ALREADY_EXISTS", "ALREADY_UPLOADED")
+    assert time.monotonic() - began < TIMEOUT / 2
+    answered.set()
 
 
 def test_buffers_where_there_are_none(worker, unharmed):
