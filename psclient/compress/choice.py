@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 
 from pscore.select import Selector
-from pscore.select.kernels import COMPILED_FROM, device_selection
-from pscore.select.kernels.cuda import DeviceSelection
+from pscore.select.kernels import COMPILED_FROM, device_kernels
+from pscore.select.kernels.cuda import DeviceKernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +18,13 @@ class Choice:
     Attributes:
         over: whether each tensor, or all tensors of a group together, are selected from.
         dense_below: tensors with fewer elements send every entry that is not zero.
-        on_device: returns the asynchronous selection of a device, which stands in for the warm selector over single
-            tensors; ``None`` on the host.
+        on_device: returns the kernels of a device, which carry out the warm selector over single tensors; ``None`` on
+            the host.
         compiled_from: elements of a model from which all its tensors on the host are passed over by one compiled call.
     """
 
     selector: Selector
     over: Literal["tensor", "group"]
     dense_below: int
-    on_device: Callable[[torch.device], DeviceSelection | None] = device_selection
+    on_device: Callable[[torch.device], DeviceKernels | None] = device_kernels
     compiled_from: int = COMPILED_FROM

@@ -5,22 +5,26 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from psclient.buckets.planner import BucketPlanner
 from psclient.compress import rows
 from psclient.compress.buffer import WholeBuffer
 from psclient.compress.choice import Choice
+from psclient.compress.device_table import DeviceTable
 from psclient.compress.gradients import Gradients
 from psclient.compress.groups import ParamGroups
 from psclient.compress.memories import Memories
 from psclient.compress.method import Method, State
 from psclient.compress.rows import Row
-from psclient.compress.table import Rule, Sent, Table
+from psclient.compress.table import Places, Rule, Sent, Table
 from psclient.errors import UpdateOverflowError
 from psclient.model.module import TrainedModel
+from psclient.model.scatter import scatter
 from psclient.report import StepReport
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
+from pscore.select.kernels.cuda import TARGET
 from pscore.select.kernels.segments import Integers
 from pscore.select.warm import warm
 
@@ -34,12 +38,14 @@ class Members(NamedTuple):
         numbers: the param group of each tensor of the model.
         groups: positions, int64, by param group.
         table: of those that one compiled call passes over; ``None`` without one.
+        on_devices: of those that are selected from by launches, a table a device.
         others: positions of the rest.
     """
 
     numbers: Integers
     groups: dict[int, Integers]
     table: Table | None
+    on_devices: list[DeviceTable]
     others: list[int]
 
 
@@ -67,9 +73,11 @@ class Compressor:
         self._generation = -1  # of the param groups, as the members have them
         self._buffer = WholeBuffer(model.layout.size)
         self._on_host = np.array([parameter.device.type == "cpu" for parameter in model.parameters])
-        self._is_compiled = (
-            choice.selector is warm and choice.over == "tensor" and model.layout.size >= choice.compiled_from
-        )
+        tables = choice.selector is warm and choice.over == "tensor"
+        self._is_compiled = tables and model.layout.size >= choice.compiled_from
+        devices = {parameter.device for parameter in model.parameters if tables}
+        self._kernels = {device: found for device in devices if (found := choice.on_device(device)) is not None}
+        self._on_kernels = np.array([parameter.device in self._kernels for parameter in model.parameters], bool)
 
     def compress(self, group: range, gradients: Gradients, scale: float, report: StepReport) -> Sent:
         """Return what the tensors of a group send that have a gradient (finite), ascending within a device.
@@ -90,20 +98,30 @@ class Compressor:
             if not self._groups.has_own_density(int(members.numbers[position]))
         }
         sent = Sent([], {}, is_finite=True)
-        if members.table is not None:
-            sent = members.table.compress(
-                rules, densities, gradients, self._model.parameters, scale, self.memories, self._buffer, self._choice,
-                report,
-            )  # fmt: skip
+        is_finite = True
+        given = rules, densities, gradients, self._model.parameters, scale, self.memories
+        try:
+            for table in members.on_devices:  # all work at once, and beside the host
+                table.launch(*given, self._choice)
+            if members.table is not None:
+                sent = members.table.compress(*given, self._buffer, self._choice, report)
+                is_finite = sent.is_finite
+            for table in members.on_devices:
+                found = table.collect(self.memories, report)
+                sent.slices.extend(found.slices)
+                sent.entries.update(found.entries)
+                is_finite &= found.is_finite
+        finally:
+            for table in members.on_devices:
+                table.wait()
         alike: dict[torch.device, list[Row]] = {}
         for position in members.others:
             recurrence, density = rules[int(members.numbers[position])]
             row = Row(position, self._model.layout.span(position), recurrence, densities.get(position, density))
             alike.setdefault(self._model.parameters[position].device, []).append(row)
-        is_finite = sent.is_finite
         for same in alike.values():
-            found = rows.compress(same, gradients, self._model.parameters, scale, self.memories, self._choice, report)
-            for position, piece in sorted(found.items()):
+            apart = rows.compress(same, gradients, self._model.parameters, scale, self.memories, self._choice, report)
+            for position, piece in sorted(apart.items()):
                 sent.slices.append(piece)
                 sent.entries[position] = piece.entries
                 is_finite &= bool(piece.values.isfinite().all())
@@ -127,14 +145,28 @@ class Compressor:
                 self._kept = len(where)
             numbers = self._groups.numbers_of(self._model.parameters)
             trained = numbers[where] >= 0
-            on_table = trained & self._on_host[where] & self._is_compiled
+            on_kernels = trained & self._on_kernels[where]
+            on_table = trained & self._on_host[where] & self._is_compiled & ~on_kernels
             span = Span(self._model.layout.offsets[group.start], self._model.layout.offsets[group.stop])
-            rows = np.flatnonzero(on_table)
+
+            def places(chosen: NDArray[np.bool_]) -> Places:
+                rows = np.flatnonzero(chosen)
+                return Places(where[rows], numbers[where[rows]], rows + low, span)
+
+            devices = [self._model.parameters[position].device for position in where.tolist()]
+            apart = {
+                device: on_kernels & np.array([each == device for each in devices], bool) for device in self._kernels
+            }
             self._known[key] = Members(
                 numbers,
                 {number: where[numbers[where] == number] for number in np.unique(numbers[where[trained]]).tolist()},
-                Table(self._model.layout, where[rows], numbers[where[rows]], rows + low, span) if rows.size else None,
-                where[trained & ~on_table].tolist(),
+                Table(self._model.layout, places(on_table)) if on_table.any() else None,
+                [
+                    DeviceTable(self._model.layout, places(chosen), self._kernels[device])
+                    for device, chosen in apart.items()
+                    if chosen.any()
+                ],
+                where[trained & ~on_table & ~on_kernels].tolist(),
             )
         return self._known[key]
 
@@ -172,26 +204,41 @@ class Compressor:
     def restore(self, slices: Iterable[SparseSlice]) -> None:
         """Add entries that did not arrive to the residuals again, each times its tensor's share."""
         for each in slices:
-            if bool(self._on_host.all()):
-                self._restore_at_once(each)
+            if self._kernels or bool(self._on_host.all()):
+                self._restore_at_once(each.cpu())
             else:
-                self._restore_by_tensor(each)
+                self._restore_by_tensor(each, self._on_kernels)
 
     def _restore_at_once(self, lost: SparseSlice) -> None:
-        """Restore a slice where all tensors are on the host, and so are their residuals in one array."""
+        """Restore a slice of the host where residuals are in one array, or are written to by kernels."""
         touched, (start, end) = self._model.layout.positions(lost.span), (lost.span.start, lost.span.end)
         if not touched:
             return
         edges = np.array(self._model.layout.offsets[touched.start : touched.stop + 1])
         values, offsets = lost.values.numpy(), None if lost.offsets is None else lost.offsets.numpy()
         counts = np.diff(edges.clip(start, end) if offsets is None else np.searchsorted(offsets, edges - start))
-        self.memories.require("residual", tuple((np.flatnonzero(counts) + touched.start).tolist()))
         shares = self._shares[touched.start : touched.stop]
         returned = values * (shares[:1] if (shares == shares[0]).all() else np.repeat(shares, counts))
-        self.memories.flat("residual")[start:end][slice(None) if offsets is None else offsets] += returned
+        found = np.flatnonzero(counts) + touched.start
+        if not self._kernels:
+            self.memories.require("residual", tuple(found.tolist()))
+            self.memories.flat("residual")[start:end][slice(None) if offsets is None else offsets] += returned
+            return
+        for device, kernels in self._kernels.items():
+            targets = np.zeros(len(self._model.parameters), TARGET)
+            for position in found.tolist():
+                if self._model.parameters[position].device == device:
+                    targets["address"][position] = self.memories.of("residual", position).data_ptr()
+            targets["master"] = targets["address"]
+            again = SparseSlice(lost.span, lost.offsets, torch.from_numpy(returned))
+            scatter(kernels, self._model.layout, targets, [again], adds=True)
+        self._restore_by_tensor(lost, self._on_kernels)
 
-    def _restore_by_tensor(self, lost: SparseSlice) -> None:
-        for position, piece in self._by_tensor([lost]):
+    def _restore_by_tensor(self, lost: SparseSlice, done: NDArray[np.bool_]) -> None:
+        """Restore a slice to those tensors that are not ``done``."""
+        for position, piece in self._by_tensor([lost]) if not done.all() else ():
+            if done[position]:
+                continue
             span = self._model.layout.span(position)
             residual = self.memories.of("residual", position)
             part = residual[piece.span.start - span.start : piece.span.end - span.start]

@@ -1,6 +1,6 @@
 """The gradients of a step, and the addresses by which compiled loops read them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import repeat
 from operator import attrgetter
 
@@ -19,8 +19,9 @@ class Gradients(dict[int, torch.Tensor]):
     Attributes:
         positions: int64 ``[m]``.
         sizes: int64 ``[m]``, elements.
-        addresses: int64 ``[m]``; 0 where no loop can read the tensor: not on the host, not contiguous, another dtype,
-            negated by torch's mark only.
+        addresses: int64 ``[m]``; 0 where no loop can read the tensor: not contiguous, another dtype, negated by torch's
+            mark only.
+        on_host: bool ``[m]``.
         kinds: int8 ``[m]``, as in :data:`~pscore.select.kernels.segments.KINDS`; -1 for another dtype.
     """
 
@@ -28,6 +29,7 @@ class Gradients(dict[int, torch.Tensor]):
     sizes: Integers
     addresses: Integers
     kinds: NDArray[np.int8]
+    on_host: NDArray[np.bool_]
 
     def __init__(self, tensors: Mapping[int, torch.Tensor]) -> None:
         super().__init__(tensors)
@@ -36,8 +38,8 @@ class Gradients(dict[int, torch.Tensor]):
         self.sizes = np.fromiter(map(torch.Tensor.numel, used), np.int64, count)
         self.kinds = np.fromiter(map(KINDS.get, map(_dtype, used), repeat(-1)), np.int8, count)
         is_plain = np.fromiter(map(torch.Tensor.is_contiguous, used), bool, count)
-        is_plain &= np.fromiter(map(_is_cpu, used), bool, count) & (self.kinds >= 0)
-        is_plain &= ~np.fromiter(map(torch.Tensor.is_neg, used), bool, count)
+        self.on_host = np.fromiter(map(_is_cpu, used), bool, count)
+        is_plain &= (self.kinds >= 0) & ~np.fromiter(map(torch.Tensor.is_neg, used), bool, count)
         if is_plain.all():
             self.addresses = np.fromiter(map(torch.Tensor.data_ptr, used), np.int64, count)
         else:
@@ -45,3 +47,12 @@ class Gradients(dict[int, torch.Tensor]):
             listed = list(used)
             rows = np.flatnonzero(is_plain)
             self.addresses[rows] = [listed[row].data_ptr() for row in rows.tolist()]
+
+
+def norms(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the L2 norms of gradients in another order, fp32 ``[m]`` on one of their devices; nothing waits."""
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    found = [torch.stack(torch._foreach_norm(same, 2, torch.float32)) for same in alike.values()]
+    return torch.cat([each.to(found[0].device, non_blocking=True) for each in found]) if found else torch.zeros(0)

@@ -1,4 +1,4 @@
-"""Updates carried out tensor by tensor: for small models, for selectors of one tensor or a group, and on devices.
+"""Updates carried out tensor by tensor: for small models, and for selectors of one tensor or a group.
 
 :class:`pscore.select.inputs.Memory` adds and selects in one pass over the memory.
 """
@@ -18,8 +18,6 @@ from pscore.select import SelectorState, entries_for
 from pscore.select.base import take_all
 from pscore.select.inputs import Joined, Memory
 from pscore.select.kernels.base import GradientUpdate, Taken
-from pscore.select.kernels.cuda import DeviceSelection
-from pscore.select.warm import warm
 
 
 class Row(NamedTuple):
@@ -73,10 +71,6 @@ def compress(
         else:
             pools.setdefault(row.density, []).append(residual)
     for density, pool in pools.items():
-        device = choice.on_device(pool[0].memory.device)
-        if device is not None and choice.selector is warm and choice.over == "tensor":
-            sent |= _on_device(device, pool, density, report)
-            continue
         for part in [pool] if choice.over == "group" else [[residual] for residual in pool]:
             state = part[0].state.setdefault("recall", {})
             for residual, piece in zip(part, _pooled(part, state, density, choice, report), strict=True):
@@ -137,23 +131,6 @@ def _pooled(
     report.wanted_entries += k
     report.selected_entries += taken.offsets.numel()
     return [taken] if joined is None else joined.split(taken)
-
-
-def _on_device(
-    device: DeviceSelection, pool: Sequence[Residual], density: float, report: StepReport
-) -> dict[int, SparseSlice]:
-    """Launch every selection before the first is waited for; the entries arrive on the host."""
-    pending = []
-    for row, memory, added, masked, state in pool:
-        k = entries_for(memory.numel(), density)
-        pending.append((row, device.take(memory, added, k, row.recurrence.keep, state, masked)))
-    sent = {}
-    for row, selection in pending:
-        taken = selection.collect()
-        report.wanted_entries += selection.k
-        report.selected_entries += selection.count
-        sent[row.position] = SparseSlice(row.span, taken.offsets, row.recurrence.unit * taken.values)
-    return sent
 
 
 def _finish(residual: Residual, taken: Taken) -> SparseSlice:

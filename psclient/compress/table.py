@@ -40,53 +40,35 @@ class Sent(NamedTuple):
     is_finite: bool
 
 
-class Table:
-    """Some tensors on the host, by position, ascending; built once, and filled anew in each step.
+class Places(NamedTuple):
+    """The tensors of a table: positions in the layout, ascending; param groups; places among a step's gradients.
 
-    ``numbers`` are the tensors' param groups, ``places`` theirs among the gradients of a step; ``span`` is the one that
-    slices have.
+    ``span`` is the one that slices have.
     """
 
-    def __init__(
-        self, layout: ModelLayout, positions: Integers, numbers: Integers, places: Integers, span: Span
-    ) -> None:
-        self._positions: tuple[int, ...] = tuple(positions.tolist())
-        self._numbers, self._places, self._span = numbers, places, span
+    positions: Integers
+    numbers: Integers
+    gradients: Integers
+    span: Span
+
+
+class Filled:
+    """The rows of a table, of :data:`~pscore.select.kernels.segments.ROW` or more; filled anew in each step."""
+
+    def __init__(self, layout: ModelLayout, places: Places, rows: NDArray[Any]) -> None:
+        self._positions: tuple[int, ...] = tuple(places.positions.tolist())
+        self._numbers, self._places, self._span = places.numbers, places.gradients, places.span
         edges = np.array(layout.offsets)
-        self._sizes = edges[positions + 1] - edges[positions]
-        self._rows: NDArray[Any] = np.zeros(positions.size, segments.ROW)
-        self._rows["start"] = edges[positions]
-        self._pieces = segments.Pieces(self._sizes)
-        self._filled_with: tuple[Mapping[int, Rule], Mapping[int, float]] | None = None
+        self._sizes = edges[places.positions + 1] - edges[places.positions]
+        self._rows = rows
+        self._rows["start"] = edges[places.positions]
+        self._filled_with: tuple[Mapping[int, Rule], Mapping[int, float], int] | None = None
 
-    def compress(
-        self,
-        rules: Mapping[int, Rule],
-        densities: Mapping[int, float],
-        gradients: Gradients,
-        parameters: Sequence[torch.Tensor],
-        clip: float,
-        memories: Memories,
-        buffer: WholeBuffer,
-        choice: Choice,
-        report: StepReport,
-    ) -> Sent:
-        """Carry out the tensors' updates, and select from them; ``densities`` of single tensors, by position."""
-        if self._filled_with != (rules, densities):
-            self._fill(rules, densities, choice.dense_below)
-        used = self._refer(gradients, parameters)
-        momentum = _NOTHING
-        if self._with_momentum:
-            memories.require("momentum", self._with_momentum)
-            momentum = memories.flat("momentum")
-        sent = self._write_out(clip, memories, momentum, buffer) if self._all_whole else None
-        sent = sent or self._select(clip, memories, momentum, report)
-        del used  # what the rows refer to lives until here
-        return sent
-
-    def _fill(self, rules: Mapping[int, Rule], densities: Mapping[int, float], dense_below: int) -> None:
-        """Set what depends on hyper-parameters, and hence seldom changes."""
-        self._filled_with = rules, dict(densities)
+    def _fill(self, rules: Mapping[int, Rule], densities: Mapping[int, float], dense_below: int) -> bool:
+        """Set what depends on hyper-parameters, and hence seldom changes; return whether it has changed."""
+        if self._filled_with == (rules, densities, dense_below):
+            return False
+        self._filled_with = rules, dict(densities), dense_below
         rows, sizes, density = self._rows, self._sizes, np.empty(len(self._positions))
         whole, masked = np.zeros((2, sizes.size), bool)
         for number, (recurrence, rho) in rules.items():
@@ -106,10 +88,91 @@ class Table:
         rows["whole"] = self._all_whole
         rows["threshold"] = np.where(whole, -1, 0)  # one of several that is sent whole has its zeros, too
         self._searched, self._searched_positions = np.flatnonzero(rows["searched"]).tolist(), self._at(rows["searched"])
-        self._pieces.make_room(np.where(rows["searched"], ROOM * self._k, sizes))
         unit = rows["unit"]
         self._unit = None if (unit == 1).all() else unit[:1] if (unit == unit[0]).all() else unit
         self._wanted = int(self._k[self._counted].sum())
+        return True
+
+    def _at(self, rows: NDArray[np.bool_]) -> tuple[int, ...]:
+        return tuple(self._positions[row] for row in np.flatnonzero(rows).tolist())
+
+    def _refer(self, gradients: Gradients, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Set the addresses; return the tensors that must live as long as these, beside the gradients."""
+        rows, used = self._rows, []
+        rows["gradient"], rows["gradient_kind"] = gradients.addresses[self._places], gradients.kinds[self._places]
+        for row in np.flatnonzero(rows["gradient"] == 0).tolist():
+            used.append(plain := _plain(gradients[self._positions[row]]))
+            rows["gradient"][row], rows["gradient_kind"][row] = plain.data_ptr(), KINDS[plain.dtype]
+        rows["parameters"] = 0
+        decayed = np.flatnonzero(rows["decay"]).tolist()
+        if decayed:
+            found = [_plain(parameters[self._positions[row]]) for row in decayed]
+            rows["parameters"][decayed] = [tensor.data_ptr() for tensor in found]
+            rows["parameter_kind"][decayed] = [KINDS[tensor.dtype] for tensor in found]
+            used += found
+        return used
+
+    def _entries(
+        self, offsets: Integers | None, values: Reals, counts: Integers, memories: Memories, report: StepReport
+    ) -> tuple[SparseSlice, dict[int, int]]:
+        """Return entries, ascending, as a slice, and their numbers by position; tensors sent whole have no residual."""
+        report.wanted_entries += self._wanted
+        report.selected_entries += int(counts[self._counted].sum())
+        if self._unit is not None:
+            with np.errstate(over="ignore"):  # is noticed by the caller
+                values = values * (self._unit if self._unit.size == 1 else np.repeat(self._unit, counts))
+        for position in self._whole:
+            memories.state(position).pop("residual")
+        where = None if offsets is None or values.size == self._span.length else torch.from_numpy(offsets)
+        piece = SparseSlice(self._span, where, torch.from_numpy(values))
+        return piece, dict(zip(self._positions, counts.tolist(), strict=True))
+
+    def _runs(self, values: Reals) -> Sent:
+        """Return the tensors, which are all sent whole, as the longest dense runs."""
+        starts, ends = self._rows["start"], self._rows["start"] + self._sizes
+        gaps = np.flatnonzero(starts[1:] != ends[:-1])
+        tensor, base = torch.from_numpy(values), self._span.start  # its slices keep the buffer's part alive
+        slices = [
+            SparseSlice(Span(low, high), None, tensor[low - base : high - base])
+            for low, high in zip(
+                starts[[0, *(gaps + 1).tolist()]].tolist(), ends[[*gaps.tolist(), -1]].tolist(), strict=True
+            )
+        ]
+        is_finite = all(bool(np.isfinite(each.values.numpy()).all()) for each in slices)
+        return Sent(slices, dict(zip(self._positions, self._sizes.tolist(), strict=True)), is_finite)
+
+
+class Table(Filled):
+    """Some tensors on the host."""
+
+    def __init__(self, layout: ModelLayout, places: Places) -> None:
+        super().__init__(layout, places, np.zeros(places.positions.size, segments.ROW))
+        self._pieces = segments.Pieces(self._sizes)
+
+    def compress(
+        self,
+        rules: Mapping[int, Rule],
+        densities: Mapping[int, float],
+        gradients: Gradients,
+        parameters: Sequence[torch.Tensor],
+        clip: float,
+        memories: Memories,
+        buffer: WholeBuffer,
+        choice: Choice,
+        report: StepReport,
+    ) -> Sent:
+        """Carry out the tensors' updates, and select from them; ``densities`` of single tensors, by position."""
+        if self._fill(rules, densities, choice.dense_below):
+            self._pieces.make_room(np.where(self._rows["searched"], ROOM * self._k, self._sizes))
+        used = self._refer(gradients, parameters)
+        momentum = _NOTHING
+        if self._with_momentum:
+            memories.require("momentum", self._with_momentum)
+            momentum = memories.flat("momentum")
+        sent = self._write_out(clip, memories, momentum, buffer) if self._all_whole else None
+        sent = sent or self._select(clip, memories, momentum, report)
+        del used  # what the rows refer to lives until here
+        return sent
 
     def _write_out(self, clip: float, memories: Memories, momentum: Reals, buffer: WholeBuffer) -> Sent:
         """Update tensors that are all sent whole."""
@@ -135,44 +198,19 @@ class Table:
         passed = segments.update(self._rows, self._pieces, clip, residuals, momentum, _NOTHING, base)
         offsets, values, counts = passed.offsets, passed.values, passed.taken
         is_dense = offsets is None and values.size == self._span.length
-        if offsets is None:
-            offsets = np.arange(0 if is_dense and self._masked is None and not recalls else values.size)
+        if offsets is None and not (is_dense and self._masked is None and not recalls):
+            offsets = np.arange(values.size)
         if recalls:
+            assert offsets is not None
             offsets, values, counts = self._corrected(offsets, passed, thresholds, recalls, residuals)
+        if self._masked is not None:
+            assert offsets is not None
+            momentum[offsets[np.repeat(self._masked, counts)] + base] = 0
         # A sum is finite only where all that was taken is; what was taken otherwise, or grows, is looked at.
         is_sure = values is passed.values and (self._unit is None or self._unit.max() <= 1)
-        report.wanted_entries += self._wanted
-        report.selected_entries += int(counts[self._counted].sum())
-        if self._masked is not None:
-            momentum[offsets[np.repeat(self._masked, counts)] + base] = 0
-        if self._unit is not None:
-            with np.errstate(over="ignore"):  # is noticed below
-                values = values * (self._unit if self._unit.size == 1 else np.repeat(self._unit, counts))
-        for position in self._whole:
-            memories.state(position).pop("residual")
-        is_dense = is_dense and values.size == self._span.length
-        piece = SparseSlice(self._span, None if is_dense else torch.from_numpy(offsets), torch.from_numpy(values))
-        is_finite = bool(np.isfinite(passed.excess if is_sure else values).all())
-        return Sent([piece], dict(zip(self._positions, counts.tolist(), strict=True)), is_finite)
-
-    def _at(self, rows: NDArray[np.bool_]) -> tuple[int, ...]:
-        return tuple(self._positions[row] for row in np.flatnonzero(rows).tolist())
-
-    def _refer(self, gradients: Gradients, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Set the addresses; return the tensors that must live as long as these, beside the gradients."""
-        rows, used = self._rows, []
-        rows["gradient"], rows["gradient_kind"] = gradients.addresses[self._places], gradients.kinds[self._places]
-        for row in np.flatnonzero(rows["gradient"] == 0).tolist():
-            used.append(plain := _plain(gradients[self._positions[row]]))
-            rows["gradient"][row], rows["gradient_kind"][row] = plain.data_ptr(), KINDS[plain.dtype]
-        rows["parameters"] = 0
-        decayed = np.flatnonzero(rows["decay"]).tolist()
-        if decayed:
-            found = [_plain(parameters[self._positions[row]]) for row in decayed]
-            rows["parameters"][decayed] = [tensor.data_ptr() for tensor in found]
-            rows["parameter_kind"][decayed] = [KINDS[tensor.dtype] for tensor in found]
-            used += found
-        return used
+        piece, entries = self._entries(offsets, values, counts, memories, report)
+        is_finite = bool(np.isfinite(passed.excess if is_sure else piece.values.numpy()).all())
+        return Sent([piece], entries, is_finite)
 
     def _corrected(
         self,
@@ -212,20 +250,6 @@ class Table:
         pieces.append((offsets[done:], values[done:]))
         offsets, values = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
         return Corrected(offsets, values, counts)
-
-    def _runs(self, values: Reals) -> Sent:
-        """Return the tensors, which are all sent whole, as the longest dense runs."""
-        starts, ends = self._rows["start"], self._rows["start"] + self._sizes
-        gaps = np.flatnonzero(starts[1:] != ends[:-1])
-        tensor, base = torch.from_numpy(values), self._span.start  # its slices keep the buffer's part alive
-        slices = [
-            SparseSlice(Span(low, high), None, tensor[low - base : high - base])
-            for low, high in zip(
-                starts[[0, *(gaps + 1).tolist()]].tolist(), ends[[*gaps.tolist(), -1]].tolist(), strict=True
-            )
-        ]
-        is_finite = all(bool(np.isfinite(each.values.numpy()).all()) for each in slices)
-        return Sent(slices, dict(zip(self._positions, self._sizes.tolist(), strict=True)), is_finite)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

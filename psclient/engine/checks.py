@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from psclient.compress.gradients import Gradients
+from psclient.compress.gradients import Gradients, norms
 from psclient.compress.groups import ParamGroups
 from psclient.errors import ConfigurationError, ModelChangedError, NonFiniteGradientError
 from psclient.model.module import TrainedModel, edits_of
@@ -45,7 +45,7 @@ def finite(model: TrainedModel, gradients: Mapping[int, torch.Tensor]) -> Gradie
             f"has a gradient of {found[wrong[0]].numel()} elements, and {model.sizes[wrong[0]]} of its own",
             "leave the size of a gradient alone, or set it to None",
         )
-    is_plain = (found.addresses != 0) & (model.layout.size >= COMPILED_FROM)
+    is_plain = (found.addresses != 0) & found.on_host & (model.layout.size >= COMPILED_FROM)
     row = first_not_finite(*(column[is_plain] for column in (found.addresses, found.kinds, found.sizes)))
     others = found.positions[~is_plain].tolist()
     bad = [] if row is None else [int(found.positions[is_plain][row])]
@@ -66,9 +66,8 @@ def _in_memory(gradient: torch.Tensor) -> torch.Tensor:
 
 def _first_of_any(gradients: Mapping[int, torch.Tensor]) -> list[int]:
     """Return the position of the first one that is not finite, if there is one; on any device."""
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients.values()]
     # The norms are the fast test; one may overflow although every element is finite, so only elements convict.
-    if norms and not bool(torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().all()):
+    if gradients and not bool(norms(gradients.values()).isfinite().all()):
         return [n for n, gradient in gradients.items() if not bool(gradient.isfinite().all())][:1]
     return []
 

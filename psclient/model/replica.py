@@ -6,19 +6,23 @@ a reply has the changes since the last one, and nothing about the rest.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
 from isal.isal_zlib import crc32
+from numpy.typing import NDArray
 
 from psclient.errors import ModelChangedError
 from psclient.model.module import edits_of
+from psclient.model.scatter import scatter
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
-from pscore.select.kernels import COMPILED_FROM
+from pscore.select.kernels import COMPILED_FROM, device_kernels
+from pscore.select.kernels.cuda import TARGET, DeviceKernels
+from pscore.select.kernels.segments import KINDS
 from pscore.wire.dense import bytes_of
 
 _BLOCK = 1 << 18  # elements that share a checksum of 32 bits
@@ -27,7 +31,12 @@ _BLOCK = 1 << 18  # elements that share a checksum of 32 bits
 class Replica:
     """Reads and writes a model's parameters, which are in layout order and on any devices, through flat indices."""
 
-    def __init__(self, layout: ModelLayout, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        layout: ModelLayout,
+        parameters: Sequence[torch.Tensor],
+        on_device: Callable[[torch.device], DeviceKernels | None] = device_kernels,
+    ) -> None:
         self.layout = layout
         self.parameters = tuple(parameters)
         self._starts = np.array(layout.offsets)
@@ -37,8 +46,18 @@ class Replica:
         """Aliases of the parameters' memory when it was last checked; they tell a copy from a change."""
         self._places = _places_of(self._known)
         """Where the aliases lie, with strides and dtypes."""
-        self._addresses = np.array([_address_for_loops(known) for known in self._known])
-        """Those of fp32 tensors on the host that are contiguous, int64 ``[n]``; else 0."""
+        devices = dict.fromkeys(parameter.device for parameter in self.parameters)
+        self._kernels = {device: found for device in devices if (found := on_device(device)) is not None}
+        """Kernels that write to all tensors of a device at once."""
+        numbers = {device: number for number, device in enumerate(self._kernels)}
+        self._devices = np.array([numbers.get(parameter.device, -1) for parameter in self.parameters])
+        """The number of each parameter's device among those that have kernels; -1 for another."""
+        self._addresses = np.zeros(len(self.parameters), np.int64)
+        """Those of fp32 tensors on the host that are contiguous; 0 of a tensor that loops do not write to."""
+        self._targets = np.zeros(len(self.parameters), TARGET)
+        """Contiguous tensors, as kernels write to them; of the rest the address is 0."""
+        for position, known in enumerate(self._known):
+            self._locate(position, known)
         self._edits = edits_of(self.parameters)
         """How often each parameter had been written to when the last write that is known here was done."""
 
@@ -93,7 +112,15 @@ class Replica:
     def _adopt(self, position: int) -> None:
         """Make a parameter's memory of now the known one."""
         self._known[position] = known = self.parameters[position].detach()
-        self._addresses[position] = _address_for_loops(known)
+        self._locate(position, known)
+
+    def _locate(self, position: int, known: torch.Tensor) -> None:
+        """Note where a parameter's memory is, for loops and for kernels."""
+        address = known.data_ptr() if known.is_contiguous() and known.dtype in KINDS else 0
+        on_kernels = self._devices[position] >= 0
+        for_loops = known.dtype is torch.float32 and known.is_cpu and not on_kernels
+        self._addresses[position] = address if for_loops else 0
+        self._targets[position] = (address, address, 0, KINDS[known.dtype]) if address and on_kernels else (0, 0, 0, 0)
 
     def read(self, span: Span) -> Iterator[SparseSlice]:
         """Yield the values inside a span, tensor by tensor, dense, fp32 on the host."""
@@ -138,8 +165,10 @@ class Replica:
         together.
         """
         before = edits_of(self.parameters)
+        scattered = self._scatter(segments, adds)
         for segment in segments:
-            for position in self._write_plain(segment, adds):
+            left = self._write_plain(segment, adds)
+            for position in [position for position in left if not scattered[position]]:
                 part = segment.clip(self.layout.span(position))
                 if part is None:
                     continue
@@ -155,6 +184,23 @@ class Replica:
         else:
             triples = zip(now, before, self._edits, strict=True)
             self._edits = [new if known == old else old for new, known, old in triples]
+
+    def _scatter(self, segments: Sequence[SparseSlice], adds: bool) -> NDArray[np.bool_]:
+        """Write the entries of tensors on devices that have kernels, a launch a device; return which tensors can be."""
+        done = np.zeros(len(self.parameters), bool)
+        on_host = [segment.cpu() for segment in segments] if self._kernels else []
+        for number, kernels in enumerate(self._kernels.values()):
+            targets = self._targets.copy()
+            for position, copy in self._fp32.items():
+                targets["master"][position] = copy.data_ptr()
+            mine = (self._devices == number) & (targets["address"] != 0)
+            if adds:  # in fp32
+                mine &= (targets["kind"] == KINDS[torch.float32]) | (targets["master"] != targets["address"])
+            targets["address"][~mine] = 0
+            written = scatter(kernels, self.layout, targets, on_host, adds=adds)
+            torch.autograd.graph.increment_version([self.parameters[position] for position in written.tolist()])
+            done |= mine
+        return done
 
     def _write_plain(self, segment: SparseSlice, adds: bool) -> Sequence[int]:
         """Write a segment's entries of fp32 tensors on the host; return the positions of the tensors that are left."""
@@ -199,11 +245,6 @@ def _places_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.d
         is_contiguous,
         [tensors[n].stride() for n in strided],
     )
-
-
-def _address_for_loops(tensor: torch.Tensor) -> int:
-    is_plain = tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
-    return tensor.data_ptr() if is_plain else 0
 
 
 def _kind(tensor: torch.Tensor) -> str:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch.optim.optimizer import ParamsT
 
+from psclient.compress.gradients import norms
 from psclient.compress.method import Group, Recurrence
 from psclient.errors import ConfigurationError
 from psclient.optim.arguments import Density
@@ -63,7 +64,7 @@ class DGC(ParameterServerOptimizer):
         """``min(1, (clip/√W) / ‖all g‖)``."""
         if self.clip_norm is None:
             return 1.0
-        norm = math.sqrt(sum(float(torch.linalg.vector_norm(g.float())) ** 2 for g in gradients))
+        norm = float(norms(gradients).double().norm())  # one number, for which alone the host waits
         bound = self.clip_norm / math.sqrt(max(1, live_workers))
         return min(1.0, bound / norm) if norm > 0 else 1.0
 

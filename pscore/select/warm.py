@@ -44,16 +44,16 @@ def warm(inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
         return _rank(inputs, k, state, state["ranked"] - 1)
     threshold = state.get("threshold", math.inf)
     is_small, off = inputs.numel <= _SMALL_SIZE, float(deviation(k, inputs.numel))
-    search, ranked_steps = TailSearch(k, off), 0 if is_small else _RANKED_STEPS
+    search = TailSearch(k, off)
     if threshold == math.inf and is_small:
-        return _rank(inputs, k, state, ranked_steps)
+        return rank(inputs, k, state)
     if threshold == math.inf:
         first = laplace_threshold(inputs, k)
         if first == 0:
             return take_all(inputs)
         found = search.run(inputs, first)
         if found is None:
-            return _rank(inputs, k, state, ranked_steps)
+            return rank(inputs, k, state)
         threshold = found
     result = inputs.take(threshold, ROOM * k)
     lacks = result.count_above < k - off and threshold != 0  # at 0 there is no more to be had
@@ -62,7 +62,7 @@ def warm(inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
         search.update(threshold, result.count_above, result.sum_above)
         found = search.run(inputs)
         if found is None:
-            return _rank(inputs, k, state, ranked_steps)
+            return rank(inputs, k, state)
         threshold = found
         result = inputs.take(threshold, ROOM * k)
     _predict(state, threshold, result.count_above, result.sum_above, k)
@@ -132,6 +132,11 @@ def correct(
     return Corrected(new_offsets[:total], new_values[:total], counts)
 
 
+def rank(inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
+    """Take the exact top-k where no threshold is found, of a large input in more steps to come, too."""
+    return _rank(inputs, k, state, 0 if inputs.numel <= _SMALL_SIZE else _RANKED_STEPS)
+
+
 def _rank(inputs: SelectionInput, k: int, state: SelectorState, steps: float) -> Taken:
     """Take the exact top-k, now and in ``steps`` more steps: without a threshold, ranking is cheaper than counting.
 
@@ -167,6 +172,28 @@ def _predict(state: SelectorState, threshold: float, count: int, excess: float, 
     drift += _DRIFT_GAIN * (level - expected)
     state["drift"] = drift
     state["threshold"] = max(best / 2, level + drift)
+
+
+def predict(
+    used: NDArray[np.float64],
+    expected: NDArray[np.float64],
+    drifts: NDArray[np.float64],
+    above: Integers,
+    excess: NDArray[np.float64],
+    wanted: Integers,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Do for many rows what :func:`warm` does for the next threshold; return thresholds and drifts, fp64.
+
+    ``expected`` is the threshold that a row's state has: infinite where there is none.
+    """
+    scarce = (used == 0) & (above <= wanted)
+    known = np.maximum(above, 1)
+    excess = np.where(np.isfinite(excess), excess, 0.0)  # a sum may leave fp32 though its terms do not
+    best = np.maximum(used / 2, used + excess / known * np.log(known / wanted))
+    expected = np.where(np.isinf(expected), best, expected)
+    level = expected + _LEVEL_GAIN * (best - expected)
+    drifts = drifts * np.where(drifts > 0, _RISING, 1.0) + _DRIFT_GAIN * (level - expected)
+    return np.where(scarce, 0.0, np.maximum(best / 2, level + drifts)), np.where(scarce, 0.0, drifts)
 
 
 def laplace_threshold(inputs: SelectionInput, k: int) -> float:

@@ -6,8 +6,8 @@ of them exceed the bound, the result is that of a full search. Otherwise that te
 falls.
 
 On the host the default selector is one compiled call over all tensors (:func:`psservice.model.reply_loops.select`). Any
-other selector, a small shard and a device select tensor by tensor, from a copy of the difference: pushes may change the
-parameters meanwhile, and a selection reads each element more than once.
+other selector and a small shard select tensor by tensor, and a device from all tensors at once, from a copy of the
+difference: pushes may change the parameters meanwhile, and a selection reads each element more than once.
 """
 
 import sys
@@ -23,10 +23,11 @@ import torch
 from pscore.model.layout import ModelLayout, Span
 from pscore.select import Selector, entries_for
 from pscore.select.base import nothing, take_all
+from pscore.select.device import DeviceSegments, most_off
 from pscore.select.inputs import Memory
-from pscore.select.kernels import device_selection
+from pscore.select.kernels import device_kernels
 from pscore.select.kernels.base import Taken
-from pscore.select.kernels.cuda import PendingTaken
+from pscore.select.kernels.cuda import TARGET, DeviceKernels
 from pscore.select.warm import deviation, warm
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model import reply_loops
@@ -119,12 +120,14 @@ class Table:
         self.starts, self.ends, self.ks = np.array(rows, np.int64).reshape(-1, 3).T.copy()
         self.states: list[dict[str, Any]] = [{} for _ in rows]
         self.bounds = np.zeros(len(rows), np.float32)
+        self._segments: DeviceSegments | None = None
 
         sizes = self.ends - self.starts
         self._rooms = np.where(self.ks < sizes, np.minimum(sizes, _ROOM * (self.ks + reply_loops.WORD)), sizes)
         sampled = np.maximum(sizes // _LEAST_SHARE, np.minimum(_HITS * sizes // self.ks, sizes // _LARGEST_SHARE))
         self._samples = np.where(sizes > _SAMPLED_FROM, sampled // reply_loops.LINE * reply_loops.LINE, sizes)
-        self.entries = int((self.ks + deviation(self.ks, sizes)).sum()) + len(rows)  # sent at most
+        off = np.maximum(deviation(self.ks, sizes), most_off(self.ks))
+        self.entries = int((self.ks + off).sum()) + len(rows)  # sent at most
         self.room = self.entries + int(self._rooms.max(initial=0))
 
     def select(self, theta: torch.Tensor, image: torch.Tensor, among: torch.Tensor | None) -> Taken:
@@ -138,6 +141,25 @@ class Table:
         offsets.resize(count, refcheck=False)  # frees the rest, and copies nothing
         values.resize(count, refcheck=False)
         return Taken(torch.from_numpy(offsets), torch.from_numpy(values))
+
+    def select_on_device(self, difference: torch.Tensor, kernels: DeviceKernels) -> Taken:
+        """Select from a difference, which is used up, by one series of launches; return the entries on the host."""
+        if not difference.numel():
+            return nothing(difference)
+        if self._segments is None:
+            self._segments = DeviceSegments(kernels, self.ends - self.starts, self.starts)
+            self._segments.rows["searched"] = self.ks < self.ends - self.starts
+            self._segments.want(self.ks)
+        rows = self._segments.rows
+        rows["memory"] = difference.data_ptr() + 4 * self.starts
+        rows["aligned"] = rows["memory"] % 16 == 0
+        parts = difference.tensor_split(self.ends[:-1].tolist())
+        try:
+            self._segments.launch(1.0, {row: self.states[row] for row in np.flatnonzero(rows["searched"]).tolist()})
+            selected = self._segments.collect(parts, {})
+        finally:
+            self._segments.wait()
+        return Taken(torch.from_numpy(selected.offsets), torch.from_numpy(selected.values))
 
     def rounded(self, taken: Taken, arrived: torch.Tensor) -> torch.Tensor:
         """Return the offsets at which what is left of values that arrived rounded may exceed a tensor's bound."""
@@ -157,6 +179,7 @@ class DifferenceSelection:
     """The state of one worker's image from reply to reply."""
 
     settings: TopKSettings
+    _on_device: Callable[[torch.device], DeviceKernels | None] = device_kernels
     _table: Table | None = None
     _seen: tuple[ChangeLog, int] | None = None
     _sent: tuple[Taken, torch.Tensor] | None = None
@@ -171,6 +194,8 @@ class DifferenceSelection:
         table = self._table_of(model)
         if self._is_compiled(model.theta):
             taken = table.select(model.theta, image, self._among(model))
+        elif self.settings.selector is warm and (kernels := self._on_device(model.theta.device)) is not None:
+            taken = table.select_on_device(model.theta - image, kernels)
         else:
             taken = self._by_tensor(model.theta - image, table)
         self._seen = log, position
@@ -207,23 +232,12 @@ class DifferenceSelection:
         return union(changes, size)
 
     def _by_tensor(self, difference: torch.Tensor, table: Table) -> Taken:
-        """Select in one tensor after the other; on a device, launch all of them before the first is waited for."""
-        device = device_selection(difference.device) if self.settings.selector is warm else None
-        pending: list[Taken | PendingTaken] = []
+        """Select in one tensor after the other."""
+        pieces = [nothing(difference)]
         rows = zip(table.starts.tolist(), table.ends.tolist(), table.ks.tolist(), table.states, strict=True)
         for start, end, k, state in rows:
-            part = difference[start:end]
-            if k == part.numel():
-                pending.append(take_all(Memory(part)))
-            elif device is not None:
-                pending.append(device.take(part, None, k, 0.0, state))
-            else:
-                pending.append(self.settings.selector(Memory(part), k, state))
-        pieces = [nothing(difference)]
-        for start, taken in zip(table.starts.tolist(), pending, strict=True):
-            if not isinstance(taken, Taken):
-                taken.collect()
-                taken = taken.on_device()
+            part = Memory(difference[start:end])
+            taken = take_all(part) if k == part.numel else self.settings.selector(part, k, state)
             pieces.append(Taken(taken.offsets + start, taken.values))
         return Taken(torch.cat([each.offsets for each in pieces]), torch.cat([each.values for each in pieces]))
 
@@ -232,5 +246,9 @@ def add_at(x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None
     """``x[offsets] += values``; offsets int64, each once."""
     if x.device.type == "cpu" and is_compiled(offsets.numel()):
         reply_loops.add_at(x.numpy(), offsets.numpy(), values.numpy())
+    elif offsets.device == x.device or (kernels := device_kernels(x.device)) is None:
+        x[offsets.to(x.device)] += values.to(x.device)
     else:
-        x[offsets] += values
+        target = np.zeros(1, TARGET)
+        target["address"] = target["master"] = x.data_ptr()
+        kernels.scatter(target, np.array([offsets.numel()]), offsets.numpy(), values.numpy(), adds=True)

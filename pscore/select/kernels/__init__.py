@@ -22,11 +22,11 @@ def kernels_for(tensor: torch.Tensor) -> Kernels:
 
 
 @cache
-def device_selection(device: torch.device) -> cuda.DeviceSelection | None:
-    """Return a selection that never waits for a CUDA device; ``None`` on the host, or where Triton is missing."""
+def device_kernels(device: torch.device) -> cuda.DeviceKernels | None:
+    """Return the kernels of a CUDA device; ``None`` on the host, or where Triton is missing."""
     if device.type != "cuda":
         return None
     if not cuda.available():
         log.warning("Triton is not installed: entries are selected by plain torch operations, which is slower")
         return None
-    return cuda.DeviceSelection(device)
+    return cuda.DeviceKernels(device)

@@ -1,32 +1,45 @@
-"""Selection on a GPU without waiting for it, at a threshold that stays on the device.
+"""Launches the kernels of :mod:`pscore.select.kernels.triton_kernels`, over all tensors of a device at once.
 
-A step launches one pass that accumulates and sifts at the threshold of the step before, a few corrections that return
-at once where that was good enough, and one pass over the hits (docs/kernels.md).
+A selection is three launches in a side stream, between one copy to the device and one back (docs/kernels.md).
 """
 
-import math
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from pscore.select.kernels.base import GradientUpdate, Taken
+from pscore.select.kernels import segments
+from pscore.select.kernels.segments import KINDS, Integers, Reals
 
-LARGEST = 1 << 30
-"""A tensor has fewer elements than this."""
+ROW = np.dtype(
+    [
+        *((name, "i8") for name in ("memory", "momentum", "length", "room", "piece", "wanted", "least", "most")),
+        *((name, segments.ROW[name]) for name in segments.ROW.names or ()),
+        ("masked", "?"),
+        ("aligned", "?"),
+    ],
+    align=True,
+)
+"""A tensor: the fields of :data:`pscore.select.kernels.segments.ROW`, and more.
 
-CORRECTIONS = 3
-"""How many sifts may follow the first one of a step."""
+Addresses of ``memory`` (0: none) and ``momentum``; elements; ``room``, where its entries start in the output; its first
+piece; entries that are wanted; the least and the most that are accepted. ``masked``: the momentum becomes 0 where an
+entry is taken. ``aligned``: all addresses are multiples of 16. The output has room for the most entries, and for all
+elements of a ``whole`` tensor. A row without a gradient is selected from as it is."""
 
-_COLD_CORRECTIONS = 6
-_TOLERANCE = 0.1  # share of k by which the number of hits may be off before it is corrected
-_HEADER = 8  # words of int32, then as many of fp32; which is which stands in triton_kernels
-_HITS, _EMITTED, _PASSES, _THRESHOLD = 1, 2, 4, 0
-_TURN = (math.sqrt(5) - 1) / 2  # multiples of it, modulo 1, spread evenly however many there are
-_TILE = 2048
-_NO_UPDATE = (None, None, None, 0.0, 0.0, 0.0)
+TARGET = np.dtype([("address", "i8"), ("master", "i8"), ("shift", "i8"), ("kind", "i8")])
+"""A tensor that entries are scattered to: its address, that of its fp32 copy (or its own again), the number that is
+added to the entries' offsets, and its dtype as in :data:`~pscore.select.kernels.segments.KINDS`."""
+
+KINDS_BY_NAME = {str(dtype).removeprefix("torch."): kind for dtype, kind in KINDS.items()}
+
+_ENTRIES = 1024  # of a piece that is scattered
+_TILE = 1024
+_DIGITS = ((20, 2048), (10, 1024), (0, 1024))  # (place, values): of a magnitude's bits, the highest first
 
 
 def available() -> bool:
@@ -38,21 +51,15 @@ class SideStream:
     """A stream of its own on CUDA; on any other device there is one order of work, and this does nothing."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def entered(self, *used: torch.Tensor | None) -> Iterator[None]:
-        """Launch in this stream, after the work that the current stream has now; that stream goes on meanwhile.
-
-        The memory of ``used``, tensors of the current stream that are read or written here, is not reused before this
-        stream is done with it, even if they are freed at once.
-        """
+    def entered(self) -> Iterator[None]:
+        """Launch in this stream, after the work that the current stream has now; that stream goes on meanwhile."""
         if self._stream is None:
             yield
             return
-        for tensor in used:
-            if tensor is not None:
-                tensor.record_stream(self._stream)
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             yield
@@ -69,165 +76,176 @@ class SideStream:
         host.copy_(tensor, non_blocking=True)
         return host, self._stream.record_event()
 
-    def share(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a finished tensor of this stream for the current one; its memory is kept until that is done."""
-        if self._stream is not None:
-            tensor.record_stream(torch.cuda.current_stream(self._stream.device))
-        return tensor
+
+def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
+    """Copy arrays to a device in the current stream, all in one copy from pinned memory; int8 ``[bytes]`` each."""
+    flat = [torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.int8)) for array in arrays]
+    ends = np.cumsum([-(-each.numel() // 16) * 16 for each in flat]).tolist()
+    packed = torch.empty(ends[-1], dtype=torch.int8, pin_memory=device.type == "cuda")
+    places = [slice(start, start + each.numel()) for start, each in zip([0, *ends], flat, strict=False)]
+    for place, each in zip(places, flat, strict=True):
+        packed[place] = each
+    packed = packed.to(device, non_blocking=True)  # the allocator keeps the pinned memory until then
+    return [packed[place] for place in places]
 
 
-def _parts(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return int32 and fp32 header, offsets and values of an output; in one tensor, one copy brings all to the host."""
-    whole, real = packed[:_HEADER], packed[_HEADER : 2 * _HEADER]
-    offsets, values = packed[2 * _HEADER :].view(2, -1)
-    return whole, real.view(torch.float32), offsets, values.view(torch.float32)
+class Pieces:
+    """The pieces of tensors of these sizes, none of which is 0, and where each starts among all ``starts``."""
+
+    def __init__(self, sizes: Integers, starts: Integers, block: int, device: torch.device) -> None:
+        counts = -(-sizes // block)
+        self.of_rows = np.cumsum(counts) - counts
+        self.rows = np.repeat(np.arange(sizes.size), counts)
+        first = (np.arange(self.rows.size) - self.of_rows[self.rows]) * block
+        self.starts = starts[self.rows] + first
+        (table,) = to_device([np.stack([self.rows, first], 1)], device)
+        self.table = table.view(torch.int64)
 
 
-class PendingTaken:
-    """A selection that is under way.
+class Found(NamedTuple):
+    """What a selection has found.
 
     Attributes:
-        k: entries asked for.
-        count: entries taken. This and the following are known after :meth:`collect`.
-        hits: entries above the threshold; where there are more than ``count``, the rest stayed for lack of capacity.
-        passes: sifts that were needed: 1 where the warm threshold was good enough.
-        threshold: the magnitude above which entries were taken.
+        offsets: int64, ascending, counted as the pieces' starts are.
+        values: fp32, the memories' values before.
+        taken: entries of each row; -1 where the number was not accepted, and nothing is taken.
+        excess: what the magnitudes above the threshold exceed it by, summed, of each row.
+        thresholds: of each row, as they were used.
     """
 
-    count: int
-    hits: int
-    passes: int
-    threshold: float
+    offsets: Integers
+    values: Reals
+    taken: Integers
+    excess: NDArray[np.float64]
+    thresholds: NDArray[np.float64]
 
-    def __init__(self, k: int, packed: torch.Tensor, stream: SideStream) -> None:
+
+class Pending:
+    """A selection, or a writing out, that is under way."""
+
+    def __init__(self, stream: SideStream, packed: torch.Tensor, rows: NDArray[Any], pieces: Pieces, room: int) -> None:
         """Start the copy to the host; the side stream must be entered."""
-        self.k = k
-        self._packed = packed
-        self._stream = stream
+        self._rooms, self._pieces, self._room = rows["room"].copy(), pieces, room
         self._host, self._copied = stream.copy_to_host(packed)
 
-    def collect(self) -> Taken:
-        """Wait for this selection, and nothing that was launched after it; return the entries on the host."""
+    def wait(self) -> None:
+        """Wait for this selection, and nothing that was launched after it."""
         if self._copied is not None:
             self._copied.synchronize()
-        whole, real, _, _ = _parts(self._host)
-        self.hits, self.count, self.passes = int(whole[_HITS]), int(whole[_EMITTED]), int(whole[_PASSES])
-        self.threshold = float(real[_THRESHOLD])
-        return self._cut(self._host)
 
-    def on_device(self) -> Taken:
-        """Return the entries on the device, for the current stream; call :meth:`collect` first."""
-        return self._cut(self._stream.share(self._packed))
+    def whole(self) -> torch.Tensor:
+        """Wait for tensors that are written out; return their values, fp32, one after the other."""
+        self.wait()
+        return self._host
 
-    def _cut(self, packed: torch.Tensor) -> Taken:
-        # Copies, because the packed tensor is as long as the capacity, and on the host it is pinned.
-        _, _, offsets, values = _parts(packed)
-        return Taken(offsets[: self.count].to(torch.int64), values[: self.count].clone())
+    def collect(self) -> Found:
+        """Wait for this selection; return the entries, on the host."""
+        self.wait()
+        sections = _sections(self._host, self._rooms.size, self._pieces.rows.size, self._room)
+        taken, excess, thresholds, counts, values, inner = (section.numpy() for section in sections)
+        entries = taken.clip(0)
+        ends = np.cumsum(entries)
+        places = np.arange(ends[-1]) + np.repeat(self._rooms - (ends - entries), entries)
+        marked = np.where(taken[self._pieces.rows] < 0, 0, counts)
+        offsets = np.repeat(self._pieces.starts, marked) + inner[places]
+        return Found(offsets, values[places], taken.copy(), excess.copy(), thresholds.copy())
 
 
-class DeviceSelection:
-    """Takes the largest entries out of tensors of one device, in a side stream.
+def _sections(packed: torch.Tensor, rows: int, pieces: int, room: int) -> list[torch.Tensor]:
+    """Return the parts of an output, which one copy brings to the host: those of :class:`Found`, counts of pieces."""
+    parts = (torch.int64, rows), (torch.float64, rows), (torch.float64, rows), (torch.int32, pieces)
+    sections, start = [], 0
+    for dtype, count in (*parts, (torch.float32, room), (torch.int16, room)):
+        size = dtype.itemsize * count
+        sections.append(packed[start : start + size].view(dtype))
+        start += -(-size // 16) * 16
+    return sections
 
-    The calls return before anything has run. Until :meth:`PendingTaken.collect` has returned, no other code may write
-    the tensors of the call, nor read those that it changes; they may be freed.
 
-    A tensor's ``state`` has ``threshold``, an fp32 scalar on the device, and ``turn``, a number. Both may be saved with
-    the optimizer's state; without them a tensor starts cold.
+class DeviceKernels:
+    """Launches the kernels on one device.
+
+    Until a :class:`Pending` has been waited for, no other code may write or free the tensors of its rows, nor read
+    those that are changed.
 
     Args:
         device: a CUDA device; under Triton's interpreter the CPU.
-        block: elements a program works on; a power of two.
+        block: elements of a piece; a power of two, at most 32768.
+        part: elements of a piece that are updated together; a power of two.
     """
 
-    def __init__(self, device: torch.device, *, block: int = 4096) -> None:
+    def __init__(self, device: torch.device, *, block: int = 4096, part: int = 1024) -> None:
         from pscore.select.kernels import triton_kernels
 
         self._kernels: Any = triton_kernels  # Triton's launchers have no types
-        self._device = device
+        self._device, self._block, self._part = device, block, min(block, part)
         self._stream = SideStream(device)
-        self._block = block
 
-    def take(
-        self,
-        memory: torch.Tensor,
-        added: GradientUpdate | None,
-        k: int,
-        keep: float,
-        state: MutableMapping[str, Any],
-        masked: torch.Tensor | None = None,
-    ) -> PendingTaken:
-        """Accumulate, take about the ``k`` largest entries, and leave ``keep·value`` where one was taken.
+    def pieces(self, sizes: Integers, starts: Integers) -> Pieces:
+        """Cut tensors of these sizes, which start there, into pieces."""
+        return Pieces(sizes, starts, self._block, self._device)
 
-        Scratch tensors go back to the side stream's memory, which keeps them in order.
+    def launch(self, rows: NDArray[Any], pieces: Pieces, clip: float = 1.0, *, search: bool = False) -> Pending:
+        """Update the rows' tensors, and take what is above their thresholds, or write out those that are whole.
+
+        With ``search`` the thresholds are found on the device first, so that the memories' entries are accepted as they
+        are; not where equal magnitudes lie on both sides of what is accepted.
+        """
+        count, is_whole = pieces.rows.size, bool(rows["whole"].all())
+        room = int(rows["room"][-1] + rows["most"][-1])
+        with self._stream.entered():
+            (table,) = to_device([rows], self._device)
+            size = sum(-(-each // 16) * 16 for each in (*3 * (8 * len(rows),), 4 * count, 4 * room, 2 * room))
+            packed = self._empty(size, torch.int8)
+            taken, sums, thresholds, counts, values, inner = _sections(packed, len(rows), count, room)
+            excess, places = self._empty(count, torch.float32), self._empty(count, torch.int64)
+            mask = self._empty(count * self._block // 32, torch.int32)
+            shape = {"BLOCK": self._block, "num_warps": 8, "enable_fp_fusion": False}
+            wide = {**shape, "num_warps": 16}
+            if search:
+                state = torch.zeros(3 * len(rows), dtype=torch.int64, device=self._device)
+                bins = torch.zeros(2048 * len(rows), dtype=torch.int64, device=self._device)
+                for shift, size in _DIGITS:
+                    digit = {"SHIFT": shift, "BINS": size}
+                    self._kernels.histogram[(count,)](table, pieces.table, state, bins, **digit, **shape)
+                    self._kernels.choose[(len(rows),)](table, state, bins, **digit, num_warps=8)
+            self._kernels.update[(count,)](
+                table, pieces.table, float(clip), counts, excess, mask, values, PART=self._part, **shape
+            )
+            if is_whole:
+                return Pending(self._stream, values, rows, pieces, room)
+            self._kernels.settle[(len(rows),)](
+                table, counts, excess, places, taken, sums, thresholds, TILE=_TILE, **shape
+            )
+            self._kernels.emit[(count,)](table, pieces.table, counts, places, taken, mask, values, inner, **wide)
+            return Pending(self._stream, packed, rows, pieces, room)
+
+    def scatter(
+        self, targets: NDArray[Any], counts: Integers, offsets: Integers | None, values: Reals, *, adds: bool
+    ) -> None:
+        """Write entries to tensors, or add them, in the current stream; the host does not wait.
 
         Args:
-            memory: fp32 ``[n]``, contiguous.
-            added: the update that is added first; ``None`` for none.
-            k: entries wanted, at least 1. With ``k ≥ n`` every non-zero is taken; otherwise at most ``⌈1.25·k⌉``.
-            keep: factor of an entry that is taken and stays.
-            state: of this memory.
-            masked: fp32 ``[n]``, becomes 0 where an entry is taken.
+            targets: of :data:`TARGET`.
+            counts: of the entries that each target has; those of the first target come first.
+            offsets: int64; ``None`` for 0, 1, 2 …
+            values: fp32.
+            adds: add in fp32 to the ``master``, which the tensor follows.
         """
-        n = memory.numel()
-        if not 0 < n < LARGEST or k < 1:
-            raise ValueError(f"{k} of {n} elements: at least 1, of a tensor with fewer than {LARGEST}")
-        update = _NO_UPDATE if added is None else _arguments(added)
-        with self._stream.entered(memory, masked, *update[:3], state.get("threshold")):
-            if k < n:
-                start, corrections, turn = self._start(state)
-            else:
-                start, corrections, turn = self._empty(1, torch.float32).zero_(), 0, 0.0
-            capacity = min(n, math.ceil(1.25 * k))
-            # Multiples of 16 bytes: Triton compiles one kernel for aligned memory and another for the rest.
-            packed = self._empty(2 * _HEADER + 2 * (-(-capacity // 4) * 4), torch.int32)
-            whole, real, offsets, values = _parts(packed)
-            blocks = -(-n // self._block)
-            slot = _slot(self._block, min(k, n) / n)
-            counts, places = self._empty((2, blocks), torch.int32)
-            excess, peaks = self._empty((2, blocks), torch.float32)
-            slot_offsets = self._empty(blocks * slot, torch.int32)
-            slot_values = self._empty(blocks * slot, torch.float32)
-            found = (counts, excess, peaks, slot_offsets, slot_values)
-            shape = {"BLOCK": self._block, "SLOT": slot, "num_warps": 8, "enable_fp_fusion": False}
-            for sift in range(1 + corrections):
-                opening = sift == 0
-                self._kernels.sift[(blocks,)](
-                    memory, *(update if opening else _NO_UPDATE),
-                    start, whole, real, *found, n, OPENING=opening, **shape,
-                )  # fmt: skip
-                self._kernels.settle[(1,)](
-                    start, whole, real, counts, excess, peaks, places, blocks, min(k, n), capacity,
-                    _TOLERANCE, turn, OPENING=opening, REMAINING=corrections - sift, TILE=_TILE,
-                )  # fmt: skip
-            self._kernels.emit[(blocks,)](
-                memory, whole, real, counts, places, slot_offsets, slot_values, offsets, values, masked, float(keep), n,
-                **shape,
+        pieces = -(-counts // _ENTRIES)
+        rows = np.repeat(np.arange(counts.size), pieces)
+        if not rows.size:
+            return
+        first = (np.arange(rows.size) - (np.cumsum(pieces) - pieces)[rows]) * _ENTRIES
+        starts = np.cumsum(counts) - counts
+        table = np.stack([rows, starts[rows] + first, np.minimum(_ENTRIES, counts[rows] - first)], 1)
+        arrays = [targets, table, values] if offsets is None else [targets, table, values, offsets]
+        sent, cut, numbers, *where = to_device(arrays, self._device)
+        with torch.cuda.device_of(sent):  # type: ignore[no-untyped-call]
+            self._kernels.scatter[(rows.size,)](
+                sent, cut.view(torch.int64), where[0].view(torch.int64) if where else None, numbers.view(torch.float32),
+                ADDS=adds, BLOCK=_ENTRIES, enable_fp_fusion=False,
             )  # fmt: skip
-            return PendingTaken(k, packed, self._stream)
 
-    def _empty(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self._device)
-
-    def _start(self, state: MutableMapping[str, Any]) -> tuple[torch.Tensor, int, float]:
-        """Return the threshold of the first sift, how many may follow it, and where filling starts if room is short.
-
-        The threshold is left where the next step starts; the third is a share of the hits. A cold start is a sift at 0:
-        its mean excess is the mean magnitude, and the tail secant goes on from there.
-        """
-        cold = "threshold" not in state
-        if cold:
-            state["threshold"] = torch.zeros((), dtype=torch.float32, device=self._device)
-        state["turn"] = state.get("turn", 0) + 1
-        corrections = _COLD_CORRECTIONS if cold else CORRECTIONS
-        return state["threshold"], corrections, state["turn"] * _TURN % 1.0
-
-
-def _arguments(added: GradientUpdate) -> tuple[Any, ...]:
-    factors = added.scale, added.decay, added.factor  # floats: an int argument would compile another kernel
-    return added.gradient, added.parameters, added.momentum, *map(float, factors)
-
-
-def _slot(block: int, density: float) -> int:
-    """Return the room of a block's slot: four times the expected hits, and room for chance; a power of two."""
-    wanted = min(block, 64 + math.ceil(4 * density * block))
-    return 1 << (wanted - 1).bit_length()
+    def _empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(count, dtype=dtype, device=self._device)

@@ -1,14 +1,11 @@
-"""The Triton kernels of device selection, launched by :mod:`pscore.select.kernels.cuda`; importing this loads Triton.
+"""The Triton kernels of :mod:`pscore.select.kernels.cuda`, which launches them; importing this loads Triton.
 
-One program works on one *block* of consecutive elements. A sift compares |x| with a threshold on the device and writes,
-per block, the number of hits, their excess ``Σ(|x| − t)``, and the hits in ascending order into the block's *slot*,
-whose capacity is a few times the expected number. ``settle`` reads the blocks' counts, accepts or moves the threshold,
-and assigns each block its place in the output. ``emit`` moves the hits there; only a block with more hits than its slot
-has room is read again.
+A launch covers all tensors of a table. Each tensor has a row of :data:`~pscore.select.kernels.cuda.ROW`, with its
+addresses, and is cut into *pieces* of ``BLOCK`` elements: (row, first element), int64. One program works on one piece,
+or on one row. Whether an element is taken is a bit of the *mask*, which has ``BLOCK / 32`` words a piece.
 
-No result depends on the order in which programs run, and no sum is taken by atomics: same input, same bits. Offsets are
-int32. Kernels are launched with ``enable_fp_fusion=False``, which costs nothing where memory is the limit and gives the
-bits of :mod:`pscore.select.kernels.reference`.
+Atomics are integer sums, which no order changes, and floating-point sums have a fixed order: same input, same bits.
+Kernels are launched with ``enable_fp_fusion=False``, which gives the bits of the host's loops.
 """
 # mypy: ignore-errors
 # Triton compiles these functions: they are not typed Python.
@@ -16,183 +13,297 @@ bits of :mod:`pscore.select.kernels.reference`.
 import triton
 import triton.language as tl
 
-# Words of the header through which `settle` and the passes talk: int32 ...
-DONE = tl.constexpr(0)  # 1: the last sift stands, and passes still to come return at once
-HITS = tl.constexpr(1)  # entries above the threshold in the last sift
-EMITTED = tl.constexpr(2)  # of these, how many fit
-FIRST = tl.constexpr(3)  # rank of the hit at which filling starts
-PASSES = tl.constexpr(4)  # sifts so far
-# ... and, in a part of its own, fp32.
-THRESHOLD = tl.constexpr(0)  # of the next sift, or of the one that stands
-LOW = tl.constexpr(1)  # largest threshold with too many hits; negative: none seen
-HIGH = tl.constexpr(2)  # smallest threshold with too few, or the largest |x|
-BEFORE = tl.constexpr(3)  # threshold of the sift before the last
+from pscore.select.kernels.cuda import KINDS_BY_NAME, ROW, TARGET
+
+FLOAT16, BFLOAT16 = tl.constexpr(KINDS_BY_NAME["float16"]), tl.constexpr(KINDS_BY_NAME["bfloat16"])
+# Places of a row's fields, in bytes.
+ROW_BYTES = tl.constexpr(ROW.itemsize)
+MEMORY, MOMENTUM, GRADIENT, PARAMETERS, LENGTH, ROOM, PIECE, WANTED, LEAST, MOST = (
+    tl.constexpr(ROW.fields[name][1])
+    for name in (
+        "memory", "momentum", "gradient", "parameters", "length", "room", "piece", "wanted", "least", "most"
+    )
+)  # fmt: skip
+SCALE, DECAY, FACTOR, RETAIN, RATE, UNIT, THRESHOLD, KEEP = (
+    tl.constexpr(ROW.fields[name][1])
+    for name in ("scale", "decay", "factor", "retain", "rate", "unit", "threshold", "keep")
+)
+GRADIENT_KIND, PARAMETER_KIND, NESTEROV, WHOLE, MASKED, ALIGNED = (
+    tl.constexpr(ROW.fields[name][1])
+    for name in ("gradient_kind", "parameter_kind", "nesterov", "whole", "masked", "aligned")
+)
+TARGET_BYTES = tl.constexpr(TARGET.itemsize)
+TARGET_ADDRESS, MASTER, SHIFT_BY, KIND = (
+    tl.constexpr(TARGET.fields[name][1]) for name in ("address", "master", "shift", "kind")
+)
 
 
 @triton.jit
-def _store_hits(x, index, threshold, block, counts, excess, peaks, slot_offsets, slot_values, SLOT: tl.constexpr):
-    magnitude = tl.abs(x)
-    hit = magnitude > threshold  # never outside the tensor: x is 0 there, and no threshold is negative
-    rank = tl.cumsum(hit.to(tl.int32), 0) - 1
-    fits = hit & (rank < SLOT)
-    place = block * SLOT + rank
-    tl.store(slot_offsets + place, index, mask=fits)
-    tl.store(slot_values + place, x, mask=fits)
-    tl.store(counts + block, tl.sum(hit.to(tl.int32), 0))
-    tl.store(excess + block, tl.sum(tl.where(hit, magnitude - threshold, 0.0), 0))
-    tl.store(peaks + block, tl.max(magnitude, 0))
+def _integer(row, field: tl.constexpr):
+    return tl.load((row + field).to(tl.pointer_type(tl.int64)))
 
 
 @triton.jit
-def sift(
-    a, gradient, parameters, momentum, scale, decay, factor,
-    start, whole, real, counts, excess, peaks, slot_offsets, slot_values, n,
-    OPENING: tl.constexpr, BLOCK: tl.constexpr, SLOT: tl.constexpr,
-):  # fmt: skip
-    """Add the update to ``a`` where there is a gradient, and sift ``a``.
+def _real(row, field: tl.constexpr):
+    return tl.load((row + field).to(tl.pointer_type(tl.float32)))
 
-    Each element is read and written once. ``parameters`` is None without decay, ``momentum`` without momentum. An
-    ``OPENING`` sift uses the threshold ``start``; any other the one in the header, and returns if that is settled.
+
+@triton.jit
+def _floats(address, first):
+    """Return the place of an fp32 element."""
+    return (address + 4 * first).to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def _read(place, lane, inside, FULL: tl.constexpr):
+    """Read a piece; of a ``FULL`` one, which is aligned, each thread four neighbours, whatever the dtype."""
+    SIZE: tl.constexpr = 4 * place.dtype.element_ty.primitive_bitwidth // 8
+    if FULL:
+        return tl.load(tl.multiple_of(place + lane, [SIZE, SIZE]))
+    else:
+        return tl.load(place + lane, mask=inside, other=0)
+
+
+@triton.jit
+def _write(place, lane, x, inside, FULL: tl.constexpr):
+    if FULL:
+        tl.store(tl.multiple_of(place + lane, [16, 16]), x)
+    else:
+        tl.store(place + lane, x, mask=inside)
+
+
+@triton.jit
+def _as_fp32(address, kind, first, lane, inside, FULL: tl.constexpr):
+    """Read a piece of a tensor of one of the known kinds."""
+    if kind == FLOAT16:
+        x = _read((address + 2 * first).to(tl.pointer_type(tl.float16)), lane, inside, FULL).to(tl.float32)
+    elif kind == BFLOAT16:
+        half = _read((address + 2 * first).to(tl.pointer_type(tl.int16)), lane, inside, FULL)
+        x = (half.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        x = _read(_floats(address, first), lane, inside, FULL)
+    return x
+
+
+@triton.jit
+def _ones(bits):
+    """Return the number of 1 bits of int32 words."""
+    bits = bits.to(tl.uint32, bitcast=True)
+    bits -= (bits >> 1) & 0x55555555
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    return ((((bits + (bits >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _updated(row, first, lane, inside, clip, whole, FULL: tl.constexpr):
+    """Carry out a row's recurrence for some elements from ``first`` on; return their memory."""
+    memory, gradient = _integer(row, MEMORY), _integer(row, GRADIENT)
+    if gradient == 0:
+        x = _read(_floats(memory, first), lane, inside, FULL)
+    else:
+        kind = tl.load(row + GRADIENT_KIND)
+        x = _real(row, SCALE) * (clip * _as_fp32(gradient, kind, first, lane, inside, FULL))
+        parameters = _integer(row, PARAMETERS)
+        if parameters != 0:
+            kind = tl.load(row + PARAMETER_KIND)
+            x += _real(row, DECAY) * _as_fp32(parameters, kind, first, lane, inside, FULL)
+        factor = _real(row, FACTOR)
+        if factor != 0:
+            place = _floats(_integer(row, MOMENTUM), first)
+            u = factor * _read(place, lane, inside, FULL) + x
+            _write(place, lane, u, inside, FULL)
+            if tl.load(row + NESTEROV) != 0:
+                x += factor * u
+            else:
+                x = u
+        x = _real(row, RATE) * x
+        if memory != 0:
+            x = _real(row, RETAIN) * _read(_floats(memory, first), lane, inside, FULL) + x
+        if tl.load(row + WHOLE) != 0:
+            _write(whole + _integer(row, ROOM) + first, lane, _real(row, UNIT) * x, inside, False)
+        else:
+            _write(_floats(memory, first), lane, x, inside, FULL)
+    return x
+
+
+@triton.jit
+def _piece(
+    row, number, first, clip, counts, excess, mask, whole, FULL: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr
+):
+    """Update a piece, part by part: a whole one would need more registers than there are."""
+    WORDS: tl.constexpr = PART // 32
+    word, column = tl.arange(0, WORDS), tl.arange(0, 32)[None, :]
+    lane = word[:, None] * 32 + column
+    left, threshold = _integer(row, LENGTH) - first, _real(row, THRESHOLD)
+    count, above = tl.zeros((WORDS,), tl.int32), tl.zeros((WORDS, 32), tl.float32)
+    for start in range(0, BLOCK, PART):
+        inside = lane < left - start
+        x = _updated(row, first + start, lane, inside, clip, whole, FULL)
+        hit = tl.abs(x) > threshold
+        if not FULL:
+            hit = hit & inside  # a threshold may be negative
+        bits = tl.sum(hit.to(tl.int32) << column, 1)
+        tl.store(mask + (number * BLOCK + start) // 32 + word, bits)
+        count += _ones(bits)
+        above += tl.where(hit, tl.abs(x) - threshold, 0.0)
+    tl.store(counts + number, tl.sum(count, 0))
+    tl.store(excess + number, tl.sum(tl.sum(above, 1), 0))
+
+
+@triton.jit
+def update(rows, pieces, clip, counts, excess, mask, whole, BLOCK: tl.constexpr, PART: tl.constexpr):
+    """Add ``clip`` times the gradients to the memories, and mark what lies above each row's threshold.
+
+    A row without a gradient is only looked through; a ``whole`` one is written to ``whole`` and its memory left alone.
+    Each piece's number of marks goes to ``counts``, the sum of what they exceed the threshold by to ``excess``.
     """
-    if OPENING:
-        threshold = tl.load(start)
+    number = tl.program_id(0).to(tl.int64)
+    row = rows + tl.load(pieces + 2 * number) * ROW_BYTES
+    first = tl.load(pieces + 2 * number + 1)
+    if (tl.load(row + ALIGNED) != 0) & (first + BLOCK <= _integer(row, LENGTH)):
+        _piece(row, number, first, clip, counts, excess, mask, whole, True, BLOCK, PART)
     else:
-        if tl.load(whole + DONE) != 0:
-            return
-        threshold = tl.load(real + THRESHOLD)
-    block = tl.program_id(0)
-    index = block * BLOCK + tl.arange(0, BLOCK)
-    inside = index < n
-    x = tl.load(a + index, mask=inside, other=0.0)
-    if gradient is not None:
-        step = tl.load(gradient + index, mask=inside, other=0.0).to(tl.float32) * scale
-        if parameters is not None:
-            step += tl.load(parameters + index, mask=inside, other=0.0).to(tl.float32) * decay
-        if momentum is not None:
-            step += tl.load(momentum + index, mask=inside, other=0.0) * factor
-            tl.store(momentum + index, step, mask=inside)
-        x += step
-        tl.store(a + index, x, mask=inside)
-    _store_hits(x, index, threshold, block, counts, excess, peaks, slot_offsets, slot_values, SLOT)
-
-
-@triton.jit(do_not_specialize=["blocks", "k", "capacity"])
-def settle(
-    start, whole, real, counts, excess, peaks, places, blocks, k, capacity, tolerance, turn,
-    OPENING: tl.constexpr, REMAINING: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Judge the last sift, and either conclude or choose the threshold of the next one. A single program.
-
-    The threshold moves by the tail secant: above ``t`` the number of hits falls like ``exp(−t/β)``, where β is the
-    hits' mean excess, or, once two thresholds have been tried, what their counts say. Where that leads out of the
-    bracket, bisect. Concluding writes to ``start`` where the next step begins, and to ``places`` the rank of each
-    block's first hit.
-
-    ``whole`` and ``real`` are the header. Where more hits than ``capacity`` are found, filling starts at the share
-    ``turn`` of them. ``OPENING``: the last sift was the first of this step; ``REMAINING``: sifts still to be launched.
-    """
-    if OPENING:
-        threshold = tl.load(start)
-        low, high = -1.0, float("inf")
-        before, hits_before, passes = threshold, 0, 1
-    else:
-        if tl.load(whole + DONE) != 0:
-            return
-        threshold = tl.load(real + THRESHOLD)
-        low, high, before = tl.load(real + LOW), tl.load(real + HIGH), tl.load(real + BEFORE)
-        hits_before = tl.load(whole + HITS)
-        passes = tl.load(whole + PASSES) + 1
-
-    hits = 0
-    total = 0.0
-    peak = 0.0
-    for first in range(0, blocks, TILE):
-        block = first + tl.arange(0, TILE)
-        inside = block < blocks
-        count = tl.load(counts + block, mask=inside, other=0)
-        tl.store(places + block, hits + tl.cumsum(count, 0) - count, mask=inside)
-        hits += tl.sum(count, 0)
-        total += tl.sum(tl.load(excess + block, mask=inside, other=0.0), 0)
-        peak = tl.maximum(peak, tl.max(tl.load(peaks + block, mask=inside, other=0.0), 0))
-
-    found = hits.to(tl.float32)
-    few = found < k * (1.0 - tolerance)
-    many = found > k * (1.0 + tolerance)
-    good = (few | many) == 0
-    good = good | ((threshold <= 0.0) & (many == 0))  # there are not more: every non-zero has been found
-    low = tl.where(many, threshold, low)
-    high = tl.where(few, tl.minimum(threshold, peak), tl.minimum(high, peak))
-
-    known = tl.maximum(found, 1.0)
-    mean_excess = total / known
-    if OPENING:
-        slope = mean_excess
-    else:
-        fall = tl.log(tl.maximum(hits_before, 1).to(tl.float32)) - tl.log(known)
-        usable = (hits_before > 0) & (hits_before != hits)
-        slope = tl.where(usable, (threshold - before) / tl.where(usable, fall, 1.0), mean_excess)
-    secant = threshold + slope * tl.log(known / k)
-    floor = tl.maximum(low, 0.0)
-    inside_bracket = (hits > 0) & (secant > floor) & (secant < high)
-    # Where the tail says that there are not k at all, look at 0, once.
-    scarce = (hits > 0) & (secant <= 0.0) & (low < 0.0)
-    middle = tl.where(scarce, 0.0, (floor + high) * 0.5)
-    onward = tl.where(inside_bracket, secant, tl.where(good, threshold, middle))
-
-    tl.store(whole + HITS, hits)
-    tl.store(whole + PASSES, passes)
-    over = good | (REMAINING == 0)
-    tl.store(whole + DONE, over.to(tl.int32))
-    if over:
-        emitted = tl.minimum(hits, capacity)
-        rank = tl.minimum((turn * found).to(tl.int32), hits - 1)
-        tl.store(whole + EMITTED, emitted)
-        tl.store(whole + FIRST, tl.where(hits > capacity, rank, 0))
-        tl.store(real + THRESHOLD, threshold)
-        tl.store(start, onward)
-    else:
-        tl.store(real + THRESHOLD, onward)
-        tl.store(real + LOW, low)
-        tl.store(real + HIGH, high)
-        tl.store(real + BEFORE, threshold)
+        _piece(row, number, first, clip, counts, excess, mask, whole, False, BLOCK, PART)
 
 
 @triton.jit
-def _emit_hits(x, index, rank, hit, whole, offsets, values, a, masked, keep):
-    """Write the hits whose rank lies in the window of those that fit, which may go round the end; see ``settle``."""
-    first, emitted = tl.load(whole + FIRST), tl.load(whole + EMITTED)
-    wrapped = tl.maximum(first + emitted - tl.load(whole + HITS), 0)
-    ahead = rank - first
-    chosen = hit & ((rank < wrapped) | ((ahead >= 0) & (ahead < emitted)))
-    place = tl.where(ahead >= 0, wrapped + ahead, rank)
-    tl.store(offsets + place, index, mask=chosen)
-    tl.store(values + place, x, mask=chosen)
-    tl.store(a + index, x * keep, mask=chosen)
-    if masked is not None:
-        tl.store(masked + index, tl.zeros_like(x), mask=chosen)
+def settle(rows, counts, excess, places, taken, sums, thresholds, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Accept each row that has marked the entries wanted of it, and give each of its pieces a place.
+
+    ``taken`` becomes the number of its entries, or -1 where it is not accepted; ``sums`` the row's excess.
+    """
+    number = tl.program_id(0).to(tl.int64)
+    row = rows + number * ROW_BYTES
+    first = _integer(row, PIECE)
+    pieces = tl.cdiv(_integer(row, LENGTH), BLOCK)
+    above, total = tl.zeros((), tl.int64), tl.zeros((), tl.float64)
+    for tile in range(0, pieces, TILE):
+        piece = tile + tl.arange(0, TILE)
+        count = tl.load(counts + first + piece, mask=piece < pieces, other=0).to(tl.int64)
+        tl.store(places + first + piece, above + tl.cumsum(count, 0) - count, mask=piece < pieces)
+        above += tl.sum(count, 0)
+        total += tl.sum(tl.load(excess + first + piece, mask=piece < pieces, other=0.0).to(tl.float64), 0)
+    threshold = _real(row, THRESHOLD)
+    enough = (above >= _integer(row, LEAST)) | (threshold <= 0)  # at 0 there is no more to be had
+    accepted = enough & (above <= _integer(row, MOST))
+    tl.store(taken + number, tl.where(accepted, above, -1))
+    tl.store(sums + number, total)
+    tl.store(thresholds + number, threshold.to(tl.float64))
 
 
 @triton.jit
-def emit(
-    a, whole, real, counts, places, slot_offsets, slot_values, offsets, values, masked, keep, n,
-    BLOCK: tl.constexpr, SLOT: tl.constexpr,
-):  # fmt: skip
-    """Move the hits to the output, sorted, as many as fit.
+def emit(rows, pieces, counts, places, taken, mask, values, inner, BLOCK: tl.constexpr):
+    """Write the marked entries of accepted rows to their rooms, ascending: values, and places within the piece.
 
-    Where one is moved, ``a`` becomes ``keep·value`` and ``masked``, which may be None, 0.
+    Memories become ``keep·value`` there, and the momentum of a ``masked`` row 0.
     """
-    block = tl.program_id(0)
-    count = tl.load(counts + block)
-    place = tl.load(places + block)
-    if count > SLOT:
-        index = block * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(a + index, mask=index < n, other=0.0)
-        hit = tl.abs(x) > tl.load(real + THRESHOLD)
-        rank = place + tl.cumsum(hit.to(tl.int32), 0) - 1
-        _emit_hits(x, index, rank, hit, whole, offsets, values, a, masked, keep)
-    else:
-        nth = tl.arange(0, SLOT)
-        filled = nth < count
-        value = tl.load(slot_values + block * SLOT + nth, mask=filled, other=0.0)
-        offset = tl.load(slot_offsets + block * SLOT + nth, mask=filled, other=0)
-        _emit_hits(value, offset, place + nth, filled, whole, offsets, values, a, masked, keep)
+    WORDS: tl.constexpr = BLOCK // 32
+    piece = tl.program_id(0).to(tl.int64)
+    number = tl.load(pieces + 2 * piece)
+    if (tl.load(taken + number) < 0) | (tl.load(counts + piece) == 0):
+        return
+    row, first = rows + number * ROW_BYTES, tl.load(pieces + 2 * piece + 1)
+    room = _integer(row, ROOM) + tl.load(places + piece)
+    word, column = tl.arange(0, WORDS), tl.arange(0, 32)
+    bits = tl.load(mask + piece * WORDS + word)
+    each = _ones(bits)
+    before = tl.cumsum(each, 0) - each
+    lane = word[:, None] * 32 + column[None, :]
+    hit = ((bits[:, None] >> column[None, :]) & 1) != 0
+    place = before[:, None] + _ones(bits[:, None] & ((1 << column) - 1)[None, :])
+    memory = _floats(_integer(row, MEMORY), first)
+    x = tl.load(memory + lane, mask=hit, other=0.0)
+    tl.store(values + room + place, x, mask=hit)
+    tl.store(inner + room + place, lane.to(tl.int16), mask=hit)
+    tl.store(memory + lane, _real(row, KEEP) * x, mask=hit)
+    if tl.load(row + MASKED) != 0:
+        tl.store(_floats(_integer(row, MOMENTUM), first) + lane, tl.zeros_like(x), mask=hit)
+
+
+@triton.jit
+def histogram(rows, pieces, search, bins, SHIFT: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    """Count magnitudes by the digit of their bits from ``SHIFT`` on, of those that have the search's prefix.
+
+    The bits of floating-point magnitudes are ordered as these are. ``search`` has (prefix, entries above all that have
+    the prefix, whether a threshold is found) of each row, int64.
+    """
+    piece = tl.program_id(0).to(tl.int64)
+    number = tl.load(pieces + 2 * piece)
+    if tl.load(search + 3 * number + 2) != 0:
+        return
+    row, first = rows + number * ROW_BYTES, tl.load(pieces + 2 * piece + 1)
+    lane = tl.arange(0, BLOCK)
+    inside = lane < _integer(row, LENGTH) - first
+    place = _floats(_integer(row, MEMORY), first)
+    bits = tl.abs(tl.load(place + lane, mask=inside, other=0.0)).to(tl.int32, bitcast=True)
+    SPAN: tl.constexpr = BINS << SHIFT
+    alike = bits.to(tl.int64) // SPAN == tl.load(search + 3 * number) // SPAN
+    counted = (bits > 0) & (bits <= 0x7F800000) & alike
+    found = tl.histogram((bits >> SHIFT) & (BINS - 1), BINS, mask=counted)
+    bin = tl.arange(0, BINS)
+    tl.atomic_add(bins + number * 2048 + bin, found.to(tl.int64), mask=found > 0, sem="relaxed")
+
+
+@triton.jit
+def choose(rows, search, bins, SHIFT: tl.constexpr, BINS: tl.constexpr):
+    """Set a row's threshold to an edge of a bin above which a number of entries lies that is accepted.
+
+    Without such an edge the search goes on in the bin in which the entry of rank ``wanted`` lies. The bins are 0 then.
+    """
+    number = tl.program_id(0).to(tl.int64)
+    if tl.load(search + 3 * number + 2) != 0:
+        return
+    row = rows + number * ROW_BYTES
+    prefix, beyond = tl.load(search + 3 * number), tl.load(search + 3 * number + 1)
+    bin = tl.arange(0, BINS)
+    count = tl.load(bins + number * 2048 + bin)
+    tl.store(bins + number * 2048 + bin, tl.zeros_like(count))
+    from_edge = beyond + tl.sum(count, 0) - tl.cumsum(count, 0) + count
+    reaches = from_edge >= _integer(row, WANTED)
+    digit = tl.maximum(tl.sum(reaches.to(tl.int64), 0) - 1, 0)
+    lower = tl.sum(tl.where(bin == digit, from_edge, 0), 0)
+    upper = lower - tl.sum(tl.where(bin == digit, count, 0), 0)
+    is_lower = lower <= _integer(row, MOST)
+    found = is_lower | (upper >= _integer(row, LEAST))
+    edge = (prefix + ((digit + tl.where(is_lower, 0, 1)) << SHIFT)).to(tl.int32)
+    threshold = tl.maximum(edge - 1, 0).to(tl.float32, bitcast=True)
+    tl.store((row + THRESHOLD).to(tl.pointer_type(tl.float32)), threshold, mask=found)
+    tl.store(search + 3 * number, prefix + (digit << SHIFT))
+    tl.store(search + 3 * number + 1, upper)
+    tl.store(search + 3 * number + 2, found.to(tl.int64))
+
+
+@triton.jit
+def _as_bfloat16(x):
+    """Round to the nearest number, of two the even one; return its bits."""
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(x == x, rounded, 0x7FC0).to(tl.int16)
+
+
+@triton.jit
+def scatter(targets, pieces, offsets, values, ADDS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write values to tensors, or add them in fp32 to their ``master``, which each tensor follows.
+
+    A piece is (target, first entry, entries), int64; ``offsets`` None: an entry is the neighbour of the one before.
+    """
+    piece = pieces + 3 * tl.program_id(0).to(tl.int64)
+    target = targets + tl.load(piece) * TARGET_BYTES
+    entry = tl.load(piece + 1) + tl.arange(0, BLOCK)
+    inside = tl.arange(0, BLOCK) < tl.load(piece + 2)
+    index = entry
+    if offsets is not None:
+        index = tl.load(offsets + entry, mask=inside, other=0)
+    index += _integer(target, SHIFT_BY)
+    y = tl.load(values + entry, mask=inside, other=0.0)
+    if ADDS:
+        master = _floats(_integer(target, MASTER), 0) + index
+        y += tl.load(master, mask=inside, other=0.0)
+        tl.store(master, y, mask=inside)
+    address, kind = _integer(target, TARGET_ADDRESS), tl.load(target + KIND)
+    if kind == FLOAT16:
+        tl.store(address.to(tl.pointer_type(tl.float16)) + index, y.to(tl.float16), mask=inside)
+    elif kind == BFLOAT16:
+        tl.store(address.to(tl.pointer_type(tl.int16)) + index, _as_bfloat16(y), mask=inside)
+    elif not ADDS:
+        tl.store(address.to(tl.pointer_type(tl.float32)) + index, y, mask=inside)

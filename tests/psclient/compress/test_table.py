@@ -42,7 +42,7 @@ some = settings(deadline=None, max_examples=40)
 class Model:
     """Parameters, and a compressor of their gradients."""
 
-    def __init__(self, method, tensors, groups, dense_below, compiled_from):
+    def __init__(self, method, tensors, groups, dense_below, compiled_from, on_device=lambda _: None):
         self.parameters = [nn.Parameter(tensor.clone()) for tensor in tensors]
         owned = np.array_split(np.arange(len(tensors)), len(groups))
         self.groups = [
@@ -50,7 +50,7 @@ class Model:
         ]
         self.described = describe(None, self.groups)
         self.states = defaultdict(dict)
-        choice = Choice(SELECTORS["warm"], "tensor", dense_below, compiled_from=compiled_from)
+        choice = Choice(SELECTORS["warm"], "tensor", dense_below, on_device=on_device, compiled_from=compiled_from)
         planner = SimpleNamespace(densities={})
         self.compressor = Compressor(method, self.described, self.states, ParamGroups(self.groups), choice, planner)
 

@@ -11,7 +11,7 @@ from psclient.optim.dgs import DGS
 from psclient.optim.gradient_dropping import GradientDropping
 from psclient.optim.ssgd import SSGD
 from pscore.select import SELECTORS
-from pscore.select.kernels.cuda import DeviceSelection
+from pscore.select.kernels.cuda import DeviceKernels
 from tests.psclient.method_makers import OneTensor
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -20,7 +20,7 @@ GROUP = {"lr": LR, "momentum": MOMENTUM, "weight_decay": 0.0, "density": DENSITY
 CHOICES = {
     "host": Choice(SELECTORS["warm"], "tensor", 0, on_device=lambda _: None),
     "host, compiled": Choice(SELECTORS["warm"], "tensor", 0, on_device=lambda _: None, compiled_from=0),
-    "device": Choice(SELECTORS["warm"], "tensor", 0, on_device=lambda _: DeviceSelection(DEVICE, block=256)),
+    "device": Choice(SELECTORS["warm"], "tensor", 0, on_device=lambda _: DeviceKernels(DEVICE, block=256)),
 }
 
 

@@ -4,51 +4,78 @@ The interpreter does not know Triton's types. This does, and goes down to machin
 """
 
 import re
+import subprocess
 import sys
+import tempfile
 
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from pscore.select.kernels import triton_kernels as kernels
+from pscore.select.kernels.cuda import _DIGITS, _ENTRIES, _TILE
 
-INTEGERS = ("counts", "places", "whole", "offsets", "slot_offsets")
-COUNTS = ("n", "k", "blocks", "capacity")
-SCALARS = ("scale", "decay", "factor", "tolerance", "turn", "keep")
+BLOCK = 4096
+TYPES = {
+    **dict.fromkeys(("rows", "targets"), "*i8"),
+    **dict.fromkeys(("pieces", "places", "taken", "search", "bins", "offsets"), "*i64"),
+    **dict.fromkeys(("sums", "thresholds"), "*fp64"),
+    **dict.fromkeys(("counts", "mask"), "*i32"),
+    **dict.fromkeys(("excess", "whole", "values"), "*fp32"),
+    "inner": "*i16",
+    "clip": "fp32",
+}
+REGISTERS = 64
+ROW_REGISTERS = 80  # of one program a row
 
 
-def type_of(name, dtype):
-    if name in COUNTS:
-        return "i32"
-    if name in SCALARS:
-        return "fp32"
-    if name in ("gradient", "parameters"):
-        return f"*{dtype}"
-    return "*i32" if name in INTEGERS else "*fp32"
-
-
-def machine_code(kernel, capability, dtype="fp32", warps=8, **constants):
+def machine_code(kernel, capability, warps=8, **constants):
     names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else type_of(name, dtype) for name in names}
-    source = ASTSource(kernel, signature, constants)
+    signature = {name: "constexpr" if name in constants else TYPES[name] for name in names}
+    aligned = {(n,): [["tt.divisibility", 16]] for n, name in enumerate(names) if signature[name].startswith("*")}
+    source = ASTSource(kernel, signature, constants, aligned)
     options = {"num_warps": warps, "enable_fp_fusion": False}
     return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
+def usage(code):
+    """Registers, and bytes of local memory, which has what is spilled."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (int(re.search(rf"{name}:(\d+)", said)[1]) for name in ("REG", "STACK", "LOCAL"))
+    return registers, stack + local
+
+
+def variants():
+    shape = {"BLOCK": BLOCK}
+    yield "update", kernels.update, 8, {**shape, "PART": 1024}
+    yield "settle", kernels.settle, 8, {**shape, "TILE": _TILE}
+    yield "emit", kernels.emit, 16, shape
+    for shift, bins in _DIGITS:
+        yield f"histogram {shift}", kernels.histogram, 8, {"SHIFT": shift, "BINS": bins, **shape}
+        yield f"choose {shift}", kernels.choose, 8, {"SHIFT": shift, "BINS": bins}
+    for adds in (False, True):
+        for absent in ({}, {"offsets": None}):
+            yield f"scatter {adds} {absent}", kernels.scatter, 4, {"ADDS": adds, "BLOCK": _ENTRIES, **absent}
+
+
 def compile_all(capability):
-    shape = {"BLOCK": 4096, "SLOT": 256}
-    unfed = {"gradient": None, "parameters": None, "momentum": None}
-    fed = [
-        machine_code(kernels.sift, capability, dtype, OPENING=True, **absent, **shape)
-        for dtype in ("fp32", "fp16", "bf16")
-        for absent in ({}, {"parameters": None, "momentum": None})
-    ]
-    read = [machine_code(kernels.sift, capability, OPENING=opening, **unfed, **shape) for opening in (True, False)]
-    moved = [machine_code(kernels.emit, capability, **absent, **shape) for absent in ({}, {"masked": None})]
-    for opening, remaining in ((True, 0), (True, 3), (False, 1), (False, 0)):
-        machine_code(kernels.settle, capability, warps=4, OPENING=opening, REMAINING=remaining, TILE=2048)
-    for kernel in fed + read + moved:
+    for name, kernel, warps, constants in variants():
+        code = machine_code(kernel, capability, warps, **constants)
+        ptx = code.asm["ptx"]
         # A fused multiply-add would round differently from the reference.
-        assert not re.search(r"\bfma\.", kernel.asm["ptx"]), kernel.metadata.name
+        assert not re.search(r"\bfma\.", ptx), name
+        registers, spilled = usage(code)
+        wide = re.findall(r"(ld|st)\.global\S*\.v([24])\.b(\d+)", ptx)
+        found = sorted({(kind, int(count) * int(bits)) for kind, count, bits in wide})
+        print(f"sm_{capability} {name}: {registers} registers, {code.metadata.shared} bytes shared, {found}")
+        assert spilled == 0, name
+        assert registers <= (ROW_REGISTERS if name.startswith(("settle", "choose")) else REGISTERS), (name, registers)
+        if name == "update":  # memory, momentum, gradient and parameters of each kind
+            assert {("ld", 128), ("st", 128)} <= set(found), found
 
 
 if __name__ == "__main__":

@@ -2,16 +2,14 @@
 
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 
 import psclient
 from psclient.errors import ModelChangedError
 from psclient.rpc.local_server import LocalServer
-from pscore.select.kernels import reference
-from pscore.select.kernels.base import GradientUpdate
-from pscore.select.kernels.cuda import DeviceSelection
-from tests.pscore.kernel_makers import sift
+from tests.pscore.kernel_makers import Twins, randn, same_bits
 from tests.system.tools import QUICK, make_data, make_model, train_step
 
 pytestmark = pytest.mark.cuda
@@ -104,58 +102,67 @@ def no_waiting():
     return context
 
 
-@pytest.mark.parametrize("momentum", [False, True], ids=["plain", "momentum"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_device_selection_has_the_bits_of_the_reference(dtype, momentum, no_waiting):
-    n, k, cuda = 5_000_003, 50_000, torch.device("cuda")
-    select, state = DeviceSelection(cuda), {}
-    memory, u = torch.zeros(n, device=cuda), torch.zeros(n, device=cuda) if momentum else None
-    twin, twin_u = memory.clone(), None if u is None else u.clone()
-    parameters = torch.randn(n, device=cuda).to(dtype)
+def test_device_selection_has_the_bits_of_the_host(dtype, no_waiting):
+    sizes, states = [5_000_003, 1 << 20, 40_000], {row: {} for row in range(3)}
+    twins = Twins(sizes, block=4096, memory=torch.zeros(sum(sizes)))
+    k = np.array([50_000, 10_000, 400])
+    twins.want(k)
+    twins.rows["scale"], twins.rows["decay"], twins.rows["factor"], twins.rows["keep"] = 0.1, 1e-4, 0.9, 0.5
     for step in range(10):
-        gradient = torch.randn(n, device=cuda).to(dtype)
+        twins.used.clear()
+        twins.give("gradient", [randn(n, step).to(dtype) for n in sizes])
+        twins.give("parameters", [randn(n, step + 100).to(dtype) for n in sizes])
+        twins.align()
+        torch.cuda.synchronize()
         with no_waiting():
-            pending = select.take(memory, GradientUpdate(gradient, 0.1, parameters, 1e-4, u, 0.9), k, 0.5, state, u)
-        taken = pending.collect()
-        turn = state["turn"] * (5**0.5 - 1) / 2 % 1.0
-        feed = GradientUpdate(gradient, 0.1, parameters, 1e-4, twin_u, 0.9)
-        reference.accumulate(twin, feed)
-        expected, hits = sift(twin, pending.threshold, int(1.25 * k), turn)
-        twin[expected.offsets] = expected.values * 0.5
-        if twin_u is not None:
-            twin_u[expected.offsets] = 0
-        assert torch.equal(taken.offsets, expected.offsets.cpu()), step
-        assert torch.equal(taken.values, expected.values.cpu()), step
-        assert torch.equal(memory, twin), step
-        assert u is None or torch.equal(u, twin_u), step
-        assert hits == pending.hits
-        assert abs(pending.count - k) <= 0.1 * k, step
+            twins.segments.launch(1.0, states)
+        thresholds = []
+        predict = twins.segments._predict
+
+        def noted(found, numbers, predict=predict, thresholds=thresholds):
+            thresholds.append((numbers, found))
+            predict(found, numbers)
+
+        twins.segments._predict = noted
+        selected = twins.segments.collect(twins.parts(twins.memory), {})
+        twins.segments._predict = predict
+        for numbers, found in thresholds:
+            accepted = found.taken >= 0
+            twins.rows["threshold"][numbers[accepted]] = found.thresholds[accepted]
+        offsets, values, counts = twins.on_host()
+        assert np.array_equal(selected.offsets, offsets), step
+        assert np.array_equal(selected.values, values), step
+        assert np.array_equal(selected.counts, counts), step
+        assert same_bits(twins.memory, torch.from_numpy(twins.host["memory"])), step
+        assert same_bits(twins.momentum, torch.from_numpy(twins.host["momentum"])), step
+        assert (np.abs(selected.counts - k) <= np.maximum(0.1 * k, 2 * np.sqrt(k))).all(), step
 
 
 def test_device_selection_follows_its_inputs_and_waits_for_nothing_later(no_waiting):
-    n, k, cuda, second = 1 << 20, 10_000, torch.device("cuda"), 1_500_000_000
-    select, state = DeviceSelection(cuda), {}
-    memory = torch.zeros(n, device=cuda)
-    for _ in range(2):  # compiles; fills the allocators
-        select.take(memory, GradientUpdate(torch.randn(n, device=cuda), 1.0), k, 0.0, state).collect()
-    twin, kept = memory.clone(), torch.randn(n, device=cuda)
+    n, k, second = 1 << 20, 10_000, 1_500_000_000
+    twins, states = Twins([n], block=4096, memory=torch.zeros(n)), {0: {}}
+    twins.want([k])
+    for step in range(2):  # compiles; fills the allocators
+        twins.give("gradient", [randn(n, step)])
+        twins.select(states)
+    before, kept = twins.memory.clone(), torch.randn(n, device="cuda")
     torch.cuda.synchronize()
     later = torch.cuda.Event()
+    twins.rows["searched"] = False
+    twins.rows["threshold"], twins.rows["least"], twins.rows["most"] = 1.0, 0, n
+    gradient = torch.empty(n, device="cuda")
+    twins.rows["gradient"] = gradient.data_ptr()
     with no_waiting():
         torch.cuda._sleep(second // 10)
-        gradient = kept * 2  # is there only after the sleep
-        pending = select.take(memory, GradientUpdate(gradient, 1.0), k, 0.0, state)
-        del gradient
-        overwritten = torch.full((n,), 7.0, device=cuda)  # may get the gradient's memory, but not too soon
+        torch.mul(kept, 2, out=gradient)  # is there only after the sleep
+        twins.segments.launch(1.0, {})
         torch.cuda._sleep(second)
         later.record()
-    taken = pending.collect()
+    selected = twins.segments.collect([twins.memory], {})
     assert not later.query(), "collecting waited for work that was launched after the selection"
-    turn = state["turn"] * (5**0.5 - 1) / 2 % 1.0
-    reference.accumulate(twin, GradientUpdate(kept, 2.0))
-    expected, _ = sift(twin, pending.threshold, int(1.25 * k), turn)
-    twin[expected.offsets] = 0
-    assert torch.equal(taken.offsets, expected.offsets.cpu())
-    assert torch.equal(taken.values, expected.values.cpu())
-    assert torch.equal(memory, twin)
-    assert bool((overwritten == 7).all())
+    expected = before + 2 * kept
+    offsets = (expected.abs() > 1.0).nonzero().view(-1)
+    assert selected.offsets.tolist() == offsets.tolist()
+    assert torch.equal(torch.from_numpy(selected.values), expected[offsets].cpu())
+    assert torch.equal(twins.memory, expected.index_fill(0, offsets, 0.0))

@@ -1,0 +1,137 @@
+"""Selects from all tensors of a device at once: the threshold of the last step, in three launches.
+
+The rule is that of :func:`pscore.select.warm.warm`, with the same state. Where a tensor's number of entries is not
+accepted, or no threshold is known, a search on the device finds one, for these tensors only; where equal magnitudes lie
+on both sides of ``k`` they are ranked. A threshold is accepted with ``k ± max(k/10, 2·√k)`` entries: chance alone moves
+their number by ``√k``.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pscore.select.base import TOLERANCE, SelectorState
+from pscore.select.inputs import Memory
+from pscore.select.kernels.base import Taken
+from pscore.select.kernels.cuda import ROW, DeviceKernels, Found, Pending
+from pscore.select.kernels.segments import Integers, Reals
+from pscore.select.warm import predict, rank, warm
+
+
+def most_off(wanted: Integers) -> NDArray[np.float64]:
+    """Return by how many entries the number of a tensor may miss those that are wanted."""
+    off: NDArray[np.float64] = np.maximum(TOLERANCE * wanted, 2 * np.sqrt(wanted))
+    return off
+
+
+class Selected(NamedTuple):
+    """Entries on the host, ascending: int64 offsets, fp32 values, and how many are of each row."""
+
+    offsets: Integers
+    values: Reals
+    counts: Integers
+
+
+class DeviceSegments:
+    """Tensors of one device, one row each, that are updated and selected from together.
+
+    ``rows`` are of :data:`~pscore.select.kernels.cuda.ROW`; addresses and coefficients are the caller's. ``starts``:
+    where offsets in each tensor count from. Between :meth:`launch` and :meth:`collect` or :meth:`whole`, the tensors
+    belong to the device.
+    """
+
+    def __init__(self, kernels: DeviceKernels, sizes: Integers, starts: Integers) -> None:
+        self.rows = np.zeros(sizes.size, ROW)
+        self._kernels, self._starts = kernels, starts
+        self._pieces = kernels.pieces(sizes, starts)
+        self.rows["length"], self.rows["piece"] = sizes, self._pieces.of_rows
+        for name in ("scale", "retain", "rate", "unit"):
+            self.rows[name] = 1
+        self._pending: Pending | None = None
+        self._states: dict[int, SelectorState] = {}
+
+    def want(self, wanted: Integers) -> None:
+        """Set how many entries are wanted of each row that is ``searched``; the others send all that they have."""
+        rows, slack = self.rows, most_off(wanted)
+        searched, sizes = rows["searched"], rows["length"]
+        rows["wanted"] = wanted
+        rows["least"] = np.where(searched, np.maximum(1, np.ceil(wanted - slack)), 0)
+        rows["most"] = np.where(searched, np.minimum(sizes, wanted + np.floor(slack)), sizes)
+        rows["room"] = np.cumsum(rows["most"]) - rows["most"]
+
+    def launch(self, clip: float, states: Mapping[int, SelectorState]) -> None:
+        """Begin to update and select; ``states`` of the rows that are searched. Nothing waits for the device."""
+        self._states = dict(states)
+        searched = list(self._states)
+        # A ranked tensor has no threshold.
+        self.rows["threshold"][searched] = [state.get("threshold", np.inf) for state in self._states.values()]
+        self._pending = self._kernels.launch(self.rows, self._pieces, clip)
+
+    def wait(self) -> None:
+        """Wait for what is under way, if anything is; after an error the tensors are the caller's again."""
+        if self._pending is not None:
+            self._pending.wait()
+        self._pending = None
+
+    def whole(self) -> torch.Tensor:
+        """Wait for rows that are all ``whole``; return their values."""
+        assert self._pending is not None
+        values = self._pending.whole()
+        self._pending = None
+        return values
+
+    def collect(self, memories: Sequence[torch.Tensor], momenta: Mapping[int, torch.Tensor]) -> Selected:
+        """Wait for the launch, correct the rows whose number of entries is not accepted, and predict thresholds.
+
+        ``memories`` of each row, ``momenta`` of those that are masked.
+        """
+        assert self._pending is not None
+        found = self._pending.collect()
+        self._pending = None
+        self._predict(found, np.arange(len(self.rows)))
+        parts, counts = [(found.offsets, found.values)], found.taken.copy()
+        missed = np.flatnonzero(counts < 0)
+        if not missed.size:
+            return Selected(found.offsets, found.values, counts)
+        again = np.array([row for row in missed.tolist() if "ranked" not in self._states[row]], np.int64)
+        if again.size:
+            found = self._search(again)
+            self._predict(found, again)
+            counts[again] = found.taken
+            parts.append((found.offsets, found.values))
+        for row in np.flatnonzero(counts < 0).tolist():
+            source, k = Memory(memories[row], None, float(self.rows["keep"][row])), int(self.rows["wanted"][row])
+            ranked = (warm if "ranked" in self._states[row] else rank)(source, k, self._states[row])
+            taken = Taken(*(each.cpu() for each in ranked))
+            if row in momenta:
+                momenta[row][ranked.offsets] = 0
+            parts.append((taken.offsets.numpy() + self._starts[row], taken.values.numpy()))
+            counts[row] = taken.offsets.numel()
+        offsets, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        order = offsets.argsort(kind="stable")
+        return Selected(offsets[order], values[order], counts)
+
+    def _search(self, numbers: Integers) -> Found:
+        """Select from some rows, as they are now, at thresholds that are searched for on the device."""
+        rows = self.rows[numbers]
+        pieces = self._kernels.pieces(rows["length"], self._starts[numbers])
+        rows["gradient"], rows["piece"] = 0, pieces.of_rows
+        rows["threshold"] = np.inf
+        rows["room"] = np.cumsum(rows["most"]) - rows["most"]
+        return self._kernels.launch(rows, pieces, search=True).collect()
+
+    def _predict(self, found: Found, numbers: Integers) -> None:
+        """Set the next thresholds of those searched rows, among ``numbers``, whose entries were accepted."""
+        which = np.flatnonzero(self.rows["searched"][numbers] & (found.taken >= 0))
+        states = [self._states[row] for row in numbers[which].tolist()]
+        expected = np.array([state.get("threshold", np.inf) for state in states])
+        drifts = np.array([state.get("drift", 0.0) for state in states])
+        thresholds, drifts = predict(
+            found.thresholds[which], expected, drifts, found.taken[which], found.excess[which],
+            self.rows["wanted"][numbers[which]],
+        )  # fmt: skip
+        for state, threshold, drift in zip(states, thresholds.tolist(), drifts.tolist(), strict=True):
+            state["threshold"], state["drift"] = threshold, drift
