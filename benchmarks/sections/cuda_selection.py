@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from statistics import median
 
+import numpy as np
 import torch
 
 from benchmarks.harness.section import Section, Table
 from pscore.select import entries_for
-from pscore.select.kernels import device_selection
-from pscore.select.kernels.base import GradientUpdate
+from pscore.select.base import SelectorState
+from pscore.select.device import DeviceSegments
+from pscore.select.kernels import device_kernels
 
 _WARMUP = 8  # steps; Triton compiles in the first, and the threshold has found its level after some
 _RATE, _KEEP, _DENSITY = 0.1, 0.7, 0.01
@@ -18,21 +20,26 @@ _FLOOR_BYTES = 12 + 8 * _DENSITY  # an element: gradient and memory read, memory
 def measure(section: Section, n: int, rounds: int) -> None:
     """Add a table: milliseconds of the device, and how many times the floor at the device's own copy bandwidth."""
     device = torch.device("cuda")
-    selection = device_selection(device)
-    if selection is None:
+    kernels = device_kernels(device)
+    if kernels is None:
         section.notes.append("CUDA: Triton is not installed, so there is nothing to measure on the device.")
         return
     k = entries_for(n, _DENSITY)
     gradients = [torch.randn(n, device=device) for _ in range(4)]
     memory, sorting = torch.zeros(n, device=device), torch.zeros(n, device=device)
     source, target = torch.ones(n, device=device), torch.empty(n, device=device)
-    state: dict[str, object] = {}
-    passes = []
+    selection = DeviceSegments(kernels, np.array([n]), np.zeros(1, np.int64))
+    rows = selection.rows
+    rows["memory"], rows["rate"], rows["keep"], rows["searched"] = memory.data_ptr(), _RATE, _KEEP, True
+    rows["aligned"] = n % 4 == 0
+    selection.want(np.array([k]))
+    state: SelectorState = {}
+    shares = []
 
     def take(turn: int) -> None:
-        pending = selection.take(memory, GradientUpdate(gradients[turn % 4], _RATE), k, _KEEP, state)
-        pending.collect()
-        passes.append(pending.passes)
+        rows["gradient"] = gradients[turn % 4].data_ptr()
+        selection.launch(1.0, {0: state})
+        shares.append(selection.collect([memory], {}).offsets.size / k)
 
     def topk(turn: int) -> None:
         sorting.add_(gradients[turn % 4], alpha=_RATE)
@@ -58,12 +65,14 @@ def measure(section: Section, n: int, rounds: int) -> None:
                 seconds[name].append(begin.elapsed_time(end) / 1e3)
     bandwidth = 8 * n / median(seconds["copy"])
     floor = _FLOOR_BYTES * n / bandwidth
-    rows = [(name, f"{median(each) * 1e3:.3f}", f"{median(each) / floor:.2f}") for name, each in seconds.items()]
+    lines = [(name, f"{median(each) * 1e3:.3f}", f"{median(each) / floor:.2f}") for name, each in seconds.items()]
     heads = (f"{torch.cuda.get_device_name()}, copy at {bandwidth / 1e12:.2f} TB/s", "ms", "to the floor")
-    section.tables.append(Table(f"CUDA: {n:,} elements, {_DENSITY:.0%}, until the payload is on the host", heads, rows))
+    section.tables.append(
+        Table(f"CUDA: {n:,} elements, {_DENSITY:.0%}, until the payload is on the host", heads, lines)
+    )
     section.figures["cuda"] = {
         "seconds": {name: median(each) for name, each in seconds.items()},
         "copy_bytes_per_second": bandwidth,
         "floor_seconds": floor,
-        "passes": passes[_WARMUP:],
+        "entries": shares[_WARMUP:],
     }
