@@ -87,11 +87,11 @@ def test_there_is_a_command_for_every_published_row():
     for words in commands("reproducing.md"):
         if words[0] == "torchrun" and "--method" in words:
             hosts = int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1
+            processes = int(words[words.index("--nproc-per-node") + 1])
             script = next(Path(word).stem for word in words if word.endswith(".py"))
-            rows.add((script, 4 * hosts, words[words.index("--method") + 1]))
+            rows.add((script, processes * hosts, words[words.index("--method") + 1]))
     methods = ("dgs", "dgc", "gradient-dropping", "asgd")
-    expected = {("cifar10", 4, "dgs"), ("cifar10", 4, "dgc")}
-    expected |= {("cifar10", workers, method) for workers in (16, 32) for method in methods}
+    expected = {("cifar10", workers, method) for workers in (1, 4, 8, 16, 32) for method in methods}
     expected |= {("imagenet", workers, method) for workers in (4, 16) for method in methods}
     assert rows == expected
 
