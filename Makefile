@@ -24,7 +24,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart examples test container-test fuzz fuzz-service chaos soak lint format stubs references bench scale compare wheel clean
+.PHONY: help venv quickstart examples test container-test fuzz fuzz-service chaos soak lint format stubs references bench gpu scale compare wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -92,6 +92,9 @@ references: venv ## Write what is generated from the code: references in docs/, 
 
 bench: venv ## Run the benchmarks and write runs/bench/report.html; QUICK=1 takes two minutes; ARGS="--only short_way --base DIR" compares with another checkout
 	@$(VENV)/bin/python -m benchmarks.bench $(if $(QUICK),--quick) $(ARGS)
+
+gpu: ## On a machine with a GPU: kernels, figures, tests, quickstart, in 20 minutes, into runs/gpu; ARGS=--plan says what it does
+	@$(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON)) -m benchmarks.gpu $(ARGS)
 
 scale: venv ## Simulate up to 1,000 workers and 64 shards from costs measured here, into runs/scale; twelve minutes, QUICK=1 a few
 	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m benchmarks.scale $(if $(QUICK),--quick) $(ARGS)

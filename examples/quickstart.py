@@ -121,8 +121,9 @@ def run(method: str, options: argparse.Namespace, console: Console) -> tuple[dic
     title = f"{method.upper()}, {options.workers} workers"
     last: dict[int, Progress] = {}
     curve: list[tuple[int, float]] = []
-    with display.Display(title, options.workers, console) as shown, psclient.LocalServer(**SERVER_SETTINGS) as server:
-        job = Job(method, server.server, options.workers, options.epochs, BATCH_SIZE, options.seed)
+    settings = SERVER_SETTINGS | {"device": options.device}
+    with display.Display(title, options.workers, console) as shown, psclient.LocalServer(**settings) as server:
+        job = Job(method, server.server, options.workers, options.epochs, BATCH_SIZE, options.seed, options.device)
 
         def evaluate(version: int) -> None:
             curve.append((sum(progress.bytes for progress in last.values()), test_accuracy(server)))
@@ -165,6 +166,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--methods", default="dgs,asgd", metavar="LIST", help="default: dgs,asgd")
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), metavar="DIR", help="default: %(default)s")
+    parser.add_argument("--device", default="cpu", help="of the server and the workers: cpu or cuda (default: cpu)")
     parser.add_argument("--quick", action="store_true", help="as little as possible; no targets")
     options = parser.parse_args()
     options.workers = options.workers if options.workers is not None else 2 if options.quick else 4
@@ -176,6 +178,8 @@ def parse() -> argparse.Namespace:
         parser.error("--workers: each needs at least one batch of the data")
     if options.epochs < 1:
         parser.error("--epochs: at least 1")
+    if options.device != "cpu" and not (options.device.startswith("cuda") and torch.cuda.is_available()):
+        parser.error(f"--device: {options.device} is not there; choose cpu" + ", or cuda" * torch.cuda.is_available())
     return options
 
 
@@ -192,7 +196,7 @@ def summary(options: argparse.Namespace, results: dict[str, Any], verdict: dict[
             "epochs": options.epochs,
             "batch_size": BATCH_SIZE,
             "methods": {name: METHODS[name].keywords for name in results},
-            "server": SERVER_SETTINGS,
+            "server": SERVER_SETTINGS | {"device": options.device},
             "parameters": sum(parameter.numel() for parameter in DigitsNet().parameters()),
             "train_samples": len(train_set),
             "test_samples": len(test_set),

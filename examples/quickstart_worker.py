@@ -35,6 +35,7 @@ class Job:
     epochs: int
     batch_size: int
     seed: int
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -96,12 +97,12 @@ def train(index: int, job: Job, tell: Callable[[Progress], None]) -> None:
     if index:  # the first worker's warnings are all workers'
         logging.getLogger("psclient").setLevel(logging.ERROR)
     torch.manual_seed(job.seed)
-    images, labels = load_digits()[0].tensors
+    images, labels = (tensor.to(job.device) for tensor in load_digits()[0].tensors)
     share = TensorDataset(images[index :: job.workers], labels[index :: job.workers])
     shuffle = torch.Generator().manual_seed(1000 * job.seed + index)
     loader = DataLoader(share, job.batch_size, shuffle=True, drop_last=True, generator=shuffle)
     steps = job.epochs * len(loader)
-    model = DigitsNet()
+    model = DigitsNet().to(job.device)
 
     # Second changed line: instead of torch.optim.SGD(model.parameters(), lr=...).
     optimizer = METHODS[job.method](

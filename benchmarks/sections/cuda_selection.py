@@ -12,6 +12,8 @@ from pscore.select.base import SelectorState
 from pscore.select.device import DeviceSegments
 from pscore.select.kernels import device_kernels
 
+DEVICE = torch.device("cuda")
+
 _WARMUP = 8  # steps; Triton compiles in the first, and the threshold has found its level after some
 _RATE, _KEEP, _DENSITY = 0.1, 0.7, 0.01
 _FLOOR_BYTES = 12 + 8 * _DENSITY  # an element: gradient and memory read, memory written, entries written
@@ -19,15 +21,14 @@ _FLOOR_BYTES = 12 + 8 * _DENSITY  # an element: gradient and memory read, memory
 
 def measure(section: Section, n: int, rounds: int) -> None:
     """Add a table: milliseconds of the device, and how many times the floor at the device's own copy bandwidth."""
-    device = torch.device("cuda")
-    kernels = device_kernels(device)
+    kernels = device_kernels(DEVICE)
     if kernels is None:
         section.notes.append("CUDA: Triton is not installed, so there is nothing to measure on the device.")
         return
     k = entries_for(n, _DENSITY)
-    gradients = [torch.randn(n, device=device) for _ in range(4)]
-    memory, sorting = torch.zeros(n, device=device), torch.zeros(n, device=device)
-    source, target = torch.ones(n, device=device), torch.empty(n, device=device)
+    gradients = [torch.randn(n, device=DEVICE) for _ in range(4)]
+    memory, sorting = torch.zeros(n, device=DEVICE), torch.zeros(n, device=DEVICE)
+    source, target = torch.ones(n, device=DEVICE), torch.empty(n, device=DEVICE)
     selection = DeviceSegments(kernels, np.array([n]), np.zeros(1, np.int64))
     rows = selection.rows
     rows["memory"], rows["rate"], rows["keep"], rows["searched"] = memory.data_ptr(), _RATE, _KEEP, True

@@ -33,15 +33,16 @@ class InProcessShard:
     Args:
         layout: the model; its values are zeros.
         down_mode: how pulls are answered.
+        device: of the parameters.
         **settings: further settings of the server.
     """
 
-    def __init__(self, layout: ModelLayout, down_mode: str, **settings: object) -> None:
+    def __init__(self, layout: ModelLayout, down_mode: str, device: str = "cpu", **settings: object) -> None:
         """Join and upload."""
         values = {"down_mode": down_mode, "buffers": "none", "lease_seconds": _LEASE_SECONDS, **settings}
         self.layout = layout
         self.settings = ServerSettings.model_validate(values)
-        self.shard = open_shard(self.settings, torch.device("cpu"), Metrics())
+        self.shard = open_shard(self.settings, torch.device(device), Metrics())
         self.identity = Identity("bench", str(uuid.uuid4()))
         request = pb.JoinRequest(method="bench", index_codecs=READABLE_INDEX_CODECS)
         joined = join(self.shard, self.identity, layout, request)

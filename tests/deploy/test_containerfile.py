@@ -17,7 +17,7 @@ from psservice.settings import ServerSettings, split_address
 ROOT = Path(__file__).parents[2]
 CONTAINERFILE = ROOT / "deploy" / "Containerfile"
 CONFIGURATION = ROOT / "deploy" / "psservice.yaml"
-FINAL = ("server", "quickstart")
+FINAL = ("server", "server-gpu", "quickstart")
 PORTS = ("listen", "health_listen", "metrics_listen")
 
 
@@ -50,7 +50,9 @@ def test_the_image_does_not_run_as_root(stage):
     assert values(stage, "USER")[-1] == "10001:10001"
 
 
-@pytest.mark.parametrize(("stage", "instruction"), [(s, i) for s in FINAL for i in ("ENTRYPOINT", "CMD")])
+@pytest.mark.parametrize(
+    ("stage", "instruction"), [(s, i) for s in ("server", "quickstart") for i in ("ENTRYPOINT", "CMD")]
+)
 def test_signals_reach_the_process_and_no_shell(stage, instruction):
     (value,) = values(stage, instruction)
     assert all(isinstance(word, str) for word in json.loads(value))
@@ -108,6 +110,13 @@ def test_the_image_reads_the_settings_that_are_copied_into_it():
 @pytest.mark.parametrize("name", ["HOME", "NUMBA_CACHE_DIR"])
 def test_what_is_written_at_run_time_goes_where_a_read_only_root_has_room(name):
     assert (Path(environment("server")[name]) / "x").is_relative_to("/tmp")
+
+
+def test_the_image_for_gpus_takes_one_and_can_compile_where_the_root_is_read_only():
+    assert STAGES["server-gpu"][0] == ("FROM", "server AS server-gpu")
+    assert environment("server-gpu")["PSSERVICE_DEVICE"] == "cuda"
+    assert Path(environment("server-gpu")["TRITON_CACHE_DIR"]).is_relative_to("/tmp")
+    assert any("gcc" in value and "sparseps[gpu]" in value for value in values("server-gpu", "RUN"))
 
 
 @pytest.mark.parametrize("stage", STAGES)

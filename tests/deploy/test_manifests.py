@@ -267,7 +267,9 @@ def test_the_namespace_enforces_the_restricted_standard():
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_images_have_this_version(overlay):
     for _, template in pods(overlay):
-        assert re.fullmatch(rf"localhost/sparseps(-quickstart)?:{re.escape(__version__)}", container(template)["image"])
+        image = container(template)["image"]
+        tag = "(-gpu)?" if overlay == "gpu" else ""
+        assert re.fullmatch(rf"localhost/sparseps(-quickstart)?:{re.escape(__version__)}{tag}", image)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -334,8 +336,11 @@ def test_only_cpu_dev_lets_everybody_in(overlay, monkeypatch, tmp_path):
 
 def test_a_gpu_overlay_asks_for_gpus(monkeypatch, tmp_path):
     assert settings_of("gpu", monkeypatch, tmp_path).device == "cuda"
+    assert container(manifests.server("gpu"))["image"].endswith("-gpu")
     for _, template in pods("gpu"):
         assert container(template)["resources"]["limits"]["nvidia.com/gpu"] == "1"
+        assert template["spec"]["runtimeClassName"] == "nvidia"
+        assert template["spec"]["nodeSelector"] == {"nvidia.com/gpu.present": "true"}
     (worker,) = manifests.workers("gpu")
     (shm,) = (volume for volume in worker["spec"]["volumes"] if volume["name"] == "shm")
     assert shm["emptyDir"]["medium"] == "Memory"

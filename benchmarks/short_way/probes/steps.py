@@ -21,7 +21,13 @@ LAYOUTS = {"resnet50": resnet50, "resnet18": resnet18, "small": resnet_small, "m
 
 
 def measure(
-    layout: str, steps: int, warmup: int, density: float = 0.01, value_type: str = "fp32", one_thread: bool = False
+    layout: str,
+    steps: int,
+    warmup: int,
+    density: float = 0.01,
+    value_type: str = "fp32",
+    one_thread: bool = False,
+    device: str = "cpu",
 ) -> dict[str, float]:
     """Take steps with DGS; the medians of all after a warm-up, in which the thresholds settle.
 
@@ -32,21 +38,24 @@ def measure(
         density: of pushes and replies.
         value_type: of pushes and replies.
         one_thread: of torch in this process; else as many as torch takes.
+        device: of the model; the server keeps its own on the host.
     """
     if one_thread:
         torch.set_num_threads(1)
     shape = LAYOUTS[layout]()
-    model, noise, copy = SyntheticModel(shape), Noise(shape, 0), common.Copy(shape.size)
+    model, noise, copy = SyntheticModel(shape).to(device), Noise(shape, 0), common.Copy(shape.size)
     found: dict[str, list[float]] = {}
     settings = ClientSettings(worker="probe", value_type=value_type)
     with (
-        psclient.LocalServer(buffers="none", down_density=density, down_value_type=value_type) as server,
+        psclient.LocalServer(device="cpu", buffers="none", down_density=density, down_value_type=value_type) as server,
         psclient.DGS(
             model.parameters(), lr=0.01, density=density, model=model, server=server, settings=settings
         ) as optimizer,
     ):
         for number in range(warmup + steps):
             noise.fill(model)
+            if torch.device(device).type == "cuda":
+                torch.cuda.synchronize()
             figures = _step(optimizer, psutil.Process(server.processes[0].pid), copy)
             if number >= warmup:
                 for name, value in figures.items():
@@ -69,6 +78,7 @@ def _step(optimizer: torch.optim.Optimizer, server: psutil.Process, copy: common
         "cpu_copies": (process + _cpu(server) - before) / copied_cpu,
         "select_encode_copies": (phases["select"] + phases["encode"]) / copied,
         "copy_ms": 1e3 * copied,
+        **{f"of {phase}_ms": 1e3 * seconds for phase, seconds in phases.items()},
     }
 
 
