@@ -13,6 +13,7 @@ from pscore.version import __version__
 if TYPE_CHECKING:
     from psclient import errors as errors
     from psclient import schedules as schedules
+    from psclient.budget import Budget as Budget
     from psclient.data.sampler import ElasticSampler as ElasticSampler
     from psclient.node.group import node_group as node_group
     from psclient.node.optimizer import NodeOptimizer as NodeOptimizer
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from psclient.settings import worker_index as worker_index
 
 _NAMES = {
+    "psclient.budget": ("Budget",),
     "psclient.data.sampler": ("ElasticSampler",),
     "psclient.node.group": ("node_group",),
     "psclient.node.optimizer": ("NodeOptimizer",),

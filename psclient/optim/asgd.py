@@ -29,12 +29,14 @@ class ASGD(ParameterServerOptimizer):
     """
 
     name: ClassVar[str] = "asgd"
+    default_density: ClassVar[float] = 1.0
+    sends_all: ClassVar[bool] = True
     momentum_is_torchs: ClassVar[bool] = True
 
     def __init__(
         self, params: ParamsT, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, **connection: Any
     ) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, 1.0, **connection)
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, None, **connection)
 
     @staticmethod
     def recurrence(group: Group) -> Recurrence:

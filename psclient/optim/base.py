@@ -17,8 +17,10 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from psclient import settings as client_settings
 from psclient.buckets.layer_density import LayerDensity
 from psclient.buckets.plan import BucketPlan
+from psclient.budget import Budget, budget_of
 from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.method import Group, Recurrence
+from psclient.engine.budget import BudgetSchedule
 from psclient.engine.checks import gather, refuse_averaged
 from psclient.engine.sample_counter import FirstBatches, SampleCounter
 from psclient.engine.state import PushMark, from_sgd, is_out_of_date, restore_memories, split, state_as_refused
@@ -49,7 +51,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
     Args:
         params: parameters or param groups.
         defaults: the method's hyper-parameters.
-        density: see :data:`Density`. A function leaves groups alone that were given a density of their own.
+        density: see :data:`Density`. A function leaves groups alone that were given a density of their own. ``None``
+            with a budget; else the default of the method.
         agreed: the method's settings in which all workers must agree, beside the common ones.
         model: the module that the parameters belong to: names the tensors, and has the buffers and the
             calls at which samples are counted.
@@ -62,6 +65,9 @@ class ParameterServerOptimizer(Optimizer, ABC):
         overlap: push while backward goes on, and fetch the reply while the next step computes: every gradient is one
             step staler, and gradients must not be touched between ``backward()`` and ``step()``.
         rounds: train synchronously; the default is to apply each push as it comes.
+        budget: the share of the dense bytes that a push and a reply may take, as ``0.03``, or a :class:`Budget` in
+            bytes a second or seconds a step. Chooses density, value type and form of the replies; ``density`` is for
+            who chooses these alone. Groups with a density of their own are outside it.
         on_load: the rule for a model that the script loads into the worker later. The run begins with this model if
             nobody has pushed yet. Afterwards ``"error"`` (the default) raises ``ModelLoadedError``, ``"server"``
             replaces the loaded model by the server's, and ``"replace"`` sends it to all workers.
@@ -78,6 +84,9 @@ class ParameterServerOptimizer(Optimizer, ABC):
     """Whether the server's optimizer has a state, which no state dict of a worker contains."""
     groups_are_agreed: ClassVar[bool] = False
     """Whether the server's optimizer has the param groups, too."""
+    default_density: ClassVar[float] = 0.01
+    sends_all: ClassVar[bool] = False
+    """Whether every push has all entries."""
     asynchronous: ClassVar[bool] = True
     """Whether all workers' updates meet in one model one by one, which adds momentum of its own."""
 
@@ -85,7 +94,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self,
         params: ParamsT,
         defaults: dict[str, Any],
-        density: Density,
+        density: Density | None,
         agreed: Mapping[str, str] | None = None,
         /,
         *,
@@ -94,6 +103,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         worker: str | None = None,
         overlap: bool = False,
         rounds: Rounds | None = None,
+        budget: float | Budget | None = None,
         on_load: OnLoad | None = None,
         settings: ClientSettings | None = None,
         **unknown: Any,
@@ -106,6 +116,11 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._own_density: set[int] = set()  # numbers of the groups that a density schedule leaves alone
         self.gradients_are_its_own = False  # known since the first step, or by a NodeOptimizer: no mean of several's
         self._loss: Any = None
+        following = budget_of(budget) if budget is not None else None
+        if density is not None and following is not None:
+            raise ConfigurationError("density= and budget= exclude each other: a budget chooses the density")
+        if density is None:
+            density = self.default_density
         super().__init__(check_params(params), defaults | {"density": density(1) if callable(density) else density})
         if model is None:
             warn_without_model(self.param_groups)
@@ -116,6 +131,10 @@ class ParameterServerOptimizer(Optimizer, ABC):
         layer_density = density if isinstance(density, LayerDensity) else None
         if layer_density is not None:
             layer_density.check(overlap=overlap, select_over=resolved.select_over)
+        forms = None
+        if following is not None:
+            forms = BudgetSchedule(following, self._model.layout, resolved.dense_below, sends_all=self.sends_all)
+            resolved = resolved.model_copy(update={"dense_below": forms.dense_below})
         agreed_settings = self.agreed_settings()
         self._worker = Worker(
             type(self), self._model, self._groups, self.state, agreed_settings, resolved, layer_density
@@ -128,7 +147,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
             self._groups,
             self._cluster,
             self._push_pull,
-            density if callable(density) else None,
+            forms.of(self._cluster.shards) if forms is not None else density if callable(density) else None,
             rates,
             gradients,
             synchronous=rounds is not None or not self.asynchronous,

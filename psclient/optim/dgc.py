@@ -40,6 +40,7 @@ class DGC(ParameterServerOptimizer):
     """
 
     name: ClassVar[str] = "dgc"
+    default_density: ClassVar[float] = 0.001
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class DGC(ParameterServerOptimizer):
         lr: float,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
-        density: Density = 0.001,
+        density: Density | None = None,
         clip_norm: float | None = None,
         **connection: Any,
     ) -> None:

@@ -41,7 +41,7 @@ class DGS(ParameterServerOptimizer):
         lr: float,
         momentum: float = 0.7,
         weight_decay: float = 0.0,
-        density: Density = 0.01,
+        density: Density | None = None,
         **connection: Any,
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, density, **connection)

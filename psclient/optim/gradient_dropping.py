@@ -31,7 +31,7 @@ class GradientDropping(ParameterServerOptimizer):
     name: ClassVar[str] = "gradient_dropping"
 
     def __init__(
-        self, params: ParamsT, lr: float, weight_decay: float = 0.0, density: Density = 0.01, **connection: Any
+        self, params: ParamsT, lr: float, weight_decay: float = 0.0, density: Density | None = None, **connection: Any
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay}, density, **connection)
 

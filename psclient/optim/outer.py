@@ -64,6 +64,7 @@ class Outer(ParameterServerOptimizer):
     """
 
     name: ClassVar[str] = "outer"
+    default_density: ClassVar[float] = 1.0
     groups_are_agreed: ClassVar[bool] = True
 
     def __init__(
@@ -72,7 +73,7 @@ class Outer(ParameterServerOptimizer):
         outer_optimizer: Description | None = DEFAULT_OUTER,
         *,
         sync_every: int,
-        density: Density = 1.0,
+        density: Density | None = None,
         decay: float = 1.0,
         **connection: Any,
     ) -> None:

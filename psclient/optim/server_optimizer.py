@@ -64,6 +64,7 @@ class ServerOptimizer(ParameterServerOptimizer):
     """
 
     name: ClassVar[str] = "server_optimizer"
+    default_density: ClassVar[float] = 1.0
     server_remembers = True
     groups_are_agreed: ClassVar[bool] = True
 
@@ -76,7 +77,7 @@ class ServerOptimizer(ParameterServerOptimizer):
         scheduler: tuple[Any, ...] | str | None = None,
         scheduler_every: int | tuple[str, int] = 1,
         lazy: bool = False,
-        density: Density = 1.0,
+        density: Density | None = None,
         **connection: Any,
     ) -> None:
         for what, named in (("optimizer", optimizer), ("scheduler", scheduler)):

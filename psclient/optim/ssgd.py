@@ -34,6 +34,7 @@ class SSGD(ParameterServerOptimizer):
     """
 
     name: ClassVar[str] = "ssgd"
+    default_density: ClassVar[float] = 1.0
     momentum_is_torchs: ClassVar[bool] = True
 
     def __init__(
@@ -42,7 +43,7 @@ class SSGD(ParameterServerOptimizer):
         lr: float,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
-        density: Density = 1.0,
+        density: Density | None = None,
         rounds: Rounds | None = None,
         **connection: Any,
     ) -> None:

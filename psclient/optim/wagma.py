@@ -44,6 +44,7 @@ class WAGMA(ParameterServerOptimizer):
     """
 
     name: ClassVar[str] = "wagma"
+    default_density: ClassVar[float] = 1.0
     momentum_is_torchs: ClassVar[bool] = True
     asynchronous: ClassVar[bool] = False
 
@@ -57,7 +58,7 @@ class WAGMA(ParameterServerOptimizer):
         group_size: int = 0,
         tau: int = 10,
         late: Literal["replace", "paper"] = "replace",
-        density: Density = 1.0,
+        density: Density | None = None,
         **connection: Any,
     ) -> None:
         if nesterov and not momentum:

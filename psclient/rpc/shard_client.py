@@ -25,6 +25,7 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.telemetry import tracing
 from pscore.telemetry.span import TraceSpan
 from pscore.wire import frames
+from pscore.wire.budget import FEWEST_BYTES, Fit
 from pscore.wire.codecs.names import INDEX_CODECS, VALUE_CODECS
 from pscore.wire.dense import (
     MessageSize,
@@ -106,7 +107,7 @@ class ShardClient:
         self.has_base = self.replica_is_image = False
         self.unacked: PushPart | None = None
         self.readable: frozenset[int] = frozenset()
-        self.downlink, self._uplink = Bandwidth(), Bandwidth()
+        self.downlink, self.uplink = Bandwidth(), Bandwidth()
         self.timing = PushTiming(0)
         self.outgoing: StreamCall | OpenStream = StreamCall(settings.deadline_seconds)
         self._pushes: OpenStream | None = None
@@ -114,6 +115,7 @@ class ShardClient:
         self._asked: _Asked | None = None
         self._pull_trace: TraceSpan | None = None  # of the pull that is asked for
         self.sent_model: tuple[int, int] | None = None
+        self._reply_form: Fit | None = None  # none: the server's settings
         codec = INDEX_CODECS.get(settings.index_codec)  # none: "auto"
         self._form = frames.WireForm(VALUE_CODECS[settings.value_type], codec)
         self._received_bytes = 0  # of the outgoing streams, as the server has said last
@@ -156,7 +158,12 @@ class ShardClient:
     @property
     def push_form(self) -> frames.WireForm:
         """How a push to this shard is written now."""
-        return replace(self._form, allowed=self.readable, link_bytes_per_second=self._uplink.bytes_per_second)
+        rate = FEWEST_BYTES if self._reply_form else self.uplink.bytes_per_second
+        return replace(self._form, allowed=self.readable, link_bytes_per_second=rate)
+
+    def use_forms(self, push_value: int, reply: Fit) -> None:
+        """Write pushes in a value codec, and ask for replies of a form, all with the fewest bytes."""
+        self._form, self._reply_form = replace(self._form, value=push_value), reply
 
     def open_push(self, header: pb.PushHeader, plan: list[Span], idle_seconds: float) -> None:
         """Begin to stream a push; ``header`` lacks generation, version and plan, which are this shard's."""
@@ -166,9 +173,7 @@ class ShardClient:
         trace = tracing.begin("push", shard=self.index)
         header.traceparent = trace.parent
         self.timing = PushTiming(len(plan))
-        self.unacked = PushPart(
-            header.generation, trace, self._push_stream(idle_seconds), self._uplink.bytes_per_second
-        )
+        self.unacked = PushPart(header.generation, trace, self._push_stream(idle_seconds), self.uplink.bytes_per_second)
         self.timing.opened = time.perf_counter()
         self.unacked.add(field_bytes(pb.PushSparseRequest.HEADER_FIELD_NUMBER, header))
 
@@ -248,7 +253,7 @@ class ShardClient:
         before, with_header = 0.0, len(part.messages[0])  # bytes that were there with the header count for no time
         for nbytes, arrival in zip(self.timing.group_bytes, arrivals, strict=False):
             early = min(nbytes, with_header)
-            self._uplink.update(nbytes - early, arrival - before)  # not longer than since the group before was whole
+            self.uplink.update(nbytes - early, arrival - before)  # not longer than since the group before was whole
             before, with_header = max(before, arrival), with_header - early
         self.unacked = None
         part.trace.note(version=response.version, staleness=response.staleness)
@@ -311,6 +316,8 @@ class ShardClient:
             traceparent=trace.parent,
             link_bytes_per_second=self.downlink.bytes_per_second or 0.0,
         )
+        if self._reply_form is not None:
+            behind.density, behind.value_codec = self._reply_form  # type: ignore[assignment]
         self._pulls.send(request.SerializeToString() + behind.SerializeToString())
         return _Asked(self._pulls, request)
 

@@ -130,14 +130,14 @@ class ModelLayout:
         """Return the span of parameter number ``position``."""
         return Span(self.offsets[position], self.offsets[position + 1])
 
-    def whole_below(self, dense_below: int) -> int:
+    def whole_below(self, dense_below: int, most: float = math.inf) -> int:
         """Return the size below which a tensor is sent whole: ``dense_below``, where that leaves something to select.
 
-        It is less where the smaller tensors are more than 65,536 elements together, and more than a twentieth of the
-        model: adapters and experts may consist of nothing else.
+        It is less where the smaller tensors are more than ``most`` elements together, or more than 65,536 and more than
+        a twentieth of the model: adapters and experts may consist of nothing else.
         """
         small = np.sort([spec.numel for spec in self.parameters if spec.numel < dense_below])
-        fitting = int(np.searchsorted(np.cumsum(small), max(_MOST_WHOLE, self.size // 20), side="right"))
+        fitting = int(np.searchsorted(np.cumsum(small), min(most, max(_MOST_WHOLE, self.size // 20)), side="right"))
         return dense_below if fitting == small.size else int(small[fitting])
 
     def shard_spans(self, num_shards: int) -> tuple[Span, ...]:

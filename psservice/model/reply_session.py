@@ -2,13 +2,14 @@
 
 import secrets
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
+from pscore.select.kernels.base import Taken
 from pscore.telemetry.tracing import traced
 from pscore.wire import frames
 from pscore.wire.errors import ErrorCode, Rejected
@@ -45,6 +46,7 @@ class PullRequest:
         base_version: ``None`` if the worker has nothing.
         acknowledged: number of the last reply that the worker has applied.
         base_end: index from which on the worker has nothing; 0 where it has all of ``base_version``.
+        density: of a top-k reply, 0 for the server's; ``value``: the codec of its values then.
     """
 
     base_version: int | None = None
@@ -52,6 +54,8 @@ class PullRequest:
     replica_is_image: bool = False
     base_end: int = 0
     link_bytes_per_second: float = 0.0
+    density: float = 0.0
+    value: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,7 @@ class ReplySession:
     image: torch.Tensor | None = None
     pending: _Pending | None = None
     selection: DifferenceSelection | None = None
+    room: int = 0  # entries of a pending reply that the image's memory is counted with
     number: int = field(default_factory=lambda: secrets.randbits(48))  # of the last reply
     lock: threading.Lock = field(default_factory=threading.Lock)
     _base_marker: tuple[int, int] | None = None
@@ -135,6 +140,13 @@ class ReplySession:
     def drop_image(self) -> None:
         """Free everything that is kept of the replica."""
         self.image = self.selection = None
+
+
+def _everywhere(taken: Taken, length: int) -> Taken:
+    """Return the entries among all of a shard, zeros included: places cost more than they do."""
+    values = torch.zeros(length, device=taken.values.device)
+    values[taken.offsets] = taken.values
+    return Taken(torch.arange(length, device=values.device), values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +188,7 @@ class ReplyMaker:
         if shared.is_dense and base is not None and self._is_of_pushes(base):
             density = 1.0
         image = None
-        if session.rule.wants_topk(density, in_topk=False):
+        if session.rule.wants_topk(density, in_topk=False, limit=self.topk.limit):
 
             def rounded() -> torch.Tensor:
                 nonlocal shared
@@ -186,8 +198,8 @@ class ReplyMaker:
                     shared = exact.of(whole, base, had, self.form)
                 return model.rounded(whole.values)
 
-            image_bytes = 4 * size + _PENDING_ENTRY_BYTES * self._topk_entries()
-            image = self.topk.images.make(image_bytes, rounded)
+            session.room = self._topk_entries()
+            image = self.topk.images.make(4 * size + _PENDING_ENTRY_BYTES * session.room, rounded)
         reply = self._reply(ReplyMode.EXACT, shared.version, shared.entries, shared.messages, image=image is not None)
         if image is not None:
             session.pending = _Pending(reply, self.request.acknowledged, image)
@@ -203,22 +215,41 @@ class ReplyMaker:
         # An upper bound on the union is enough for the rule here, and costs nothing.
         most = most_changed(self.model.changelog.since(base), self.model.span.length)
         density = None if most is None else most / self.model.span.length
-        make = self._topk if self.session.rule.wants_topk(density, in_topk=True) else self._closing
+        wants_topk = self.session.rule.wants_topk(density, in_topk=True, limit=self.topk.limit)
+        make = self._topk if wants_topk and self._has_room(image) else self._closing
         pending = make(image, 1.0 if density is None else density)
         self.session.pending = pending
         return pending.reply
+
+    def _has_room(self, image: torch.Tensor) -> bool:
+        """Tell whether an image has room for what this reply keeps until it is acknowledged, or find that room."""
+        session = self.session
+        if session.selection is not None and session.selection.settings == self.topk:
+            return True
+        session.selection = DifferenceSelection(self.topk)
+        more = self._topk_entries() - session.room
+        if more > 0:
+            if not self.topk.images.extend(image, _PENDING_ENTRY_BYTES * more):
+                return False
+            session.room += more
+        return True
 
     def _topk(self, image: torch.Tensor, changed_density: float) -> _Pending:
         model, session = self.model, self.session
         # Beside the apply thread, so that pulls of several workers select at the same time. A concurrent push is sent
         # now or later; either way the image becomes what the worker has.
-        selection = session.selection = session.selection or DifferenceSelection(self.topk)
+        selection = session.selection
+        assert selection is not None
         self.reserve(selection.nbytes(model))
         version, taken = selection.select(model, image)
         chunks, arrived = [], taken.values
         if taken.offsets.numel():
-            form = replace(self.form, value=self.topk.value)
-            encoded = list(frames.encode(SparseSlice(model.span, *taken), form, chunk_bytes=self.topk.chunk_bytes))
+            if self.topk.density >= 1:
+                self.reserve(12 * model.span.length)
+                taken = _everywhere(taken, model.span.length)
+            offsets = taken.offsets if self.topk.density < 1 else None
+            form, entries = self.topk.form(self.form), SparseSlice(model.span, offsets, taken.values)
+            encoded = list(frames.encode(entries, form, chunk_bytes=self.topk.chunk_bytes))
             arrived = torch.cat([piece.decoded for piece in encoded]).to(taken.values.device)
             chunks = [piece.chunk for piece in encoded]
             selection.sent(taken, arrived)

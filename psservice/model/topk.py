@@ -10,11 +10,13 @@ other selector and a small shard select tensor by tensor, and a device from all 
 difference: pushes may change the parameters meanwhile, and a selection reads each element more than once.
 """
 
+import math
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,10 @@ from pscore.select.kernels import device_kernels
 from pscore.select.kernels.base import Taken
 from pscore.select.kernels.cuda import TARGET, DeviceKernels
 from pscore.select.warm import deviation, warm
+from pscore.wire.budget import FEWEST_BYTES, bits_of, density_of, element_bits, most_whole
+from pscore.wire.codecs.values import VALUE_FORMATS
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.frames import WireForm
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model import reply_loops
 from psservice.model.changelog import ChangeLog, is_compiled, most_changed, union
@@ -55,10 +61,8 @@ class ImageBudget:
 
     def make(self, nbytes: int, make: Callable[[], torch.Tensor]) -> torch.Tensor | None:
         """Make an image, whose room is free again with its last reference; ``None`` where there is no room."""
-        with self._lock:
-            if self.bytes + nbytes > self.most:
-                return None
-            self.bytes += nbytes
+        if not self._take(nbytes):
+            return None
         try:
             image = make()
         except BaseException:
@@ -66,6 +70,19 @@ class ImageBudget:
             raise
         weakref.finalize(image, self._free, nbytes)
         return image
+
+    def extend(self, image: torch.Tensor, nbytes: int) -> bool:
+        """Count more bytes for an image, where there is room; tell whether there is."""
+        if not self._take(nbytes):
+            return False
+        weakref.finalize(image, self._free, nbytes)
+        return True
+
+    def _take(self, nbytes: int) -> bool:
+        with self._lock:
+            has_room = self.bytes + nbytes <= self.most
+            self.bytes += nbytes * has_room
+        return has_room
 
     def _free(self, nbytes: int) -> None:
         with self._lock:
@@ -82,6 +99,7 @@ class TopKSettings:
         value: value codec, by its number in the proto.
         chunk_bytes: largest payload of a chunk.
         images: where no room is left, no further worker is answered so.
+        is_asked: whether the worker has named density and codec: it counts bytes.
     """
 
     density: float
@@ -90,12 +108,40 @@ class TopKSettings:
     value: int = pb.VALUE_CODEC_FP32
     chunk_bytes: int = 1 << 20
     images: ImageBudget = field(default_factory=lambda: ImageBudget(sys.maxsize))
+    is_asked: bool = False
+
+    def asked(self, density: float, value: int) -> "TopKSettings":
+        """Return the settings with what a worker asks for; raises :class:`Rejected` (``UNKNOWN_CODEC``)."""
+        if not density:
+            return self
+        value = value or self.value
+        if value not in VALUE_FORMATS:
+            raise Rejected(ErrorCode.UNKNOWN_CODEC, f"value codec {value} is not known")
+        return replace(self, density=density, value=value, is_asked=True)
+
+    def form(self, form: WireForm) -> WireForm:
+        """Return how a top-k reply is written where an exact one is written in ``form``."""
+        rate = FEWEST_BYTES if self.is_asked else form.link_bytes_per_second
+        return replace(form, value=self.value, link_bytes_per_second=rate)
+
+    @property
+    def limit(self) -> float | None:
+        """The density of change from which an exact reply takes more bytes; ``None`` where no worker counts them."""
+        return _as_large(self.density, self.value) if self.is_asked else None
 
     def entries(self, layout: ModelLayout, span: Span) -> Iterator[tuple[Span, int]]:
         """Yield each tensor's part of a span, and how many of its entries are sent."""
-        dense_below = layout.whole_below(self.dense_below)
+        share = element_bits(self.density, VALUE_FORMATS[self.value]) / 32 if self.is_asked else math.inf
+        dense_below = layout.whole_below(self.dense_below, most_whole(layout.size, share))
         for _, common in layout.overlapping(span):
             yield common, common.length if common.length < dense_below else entries_for(common.length, self.density)
+
+
+@lru_cache(maxsize=64)
+def _as_large(density: float, value: int) -> float:
+    """Return the density of an exact reply that takes as many bytes as a top-k reply; 1 where a dense one does."""
+    bits, fp32 = element_bits(density, VALUE_FORMATS[value]), VALUE_FORMATS[pb.VALUE_CODEC_FP32]
+    return density_of(bits, fp32) if bits < bits_of(fp32) else 1.0
 
 
 class Table:
@@ -179,6 +225,7 @@ class DifferenceSelection:
     """The state of one worker's image from reply to reply."""
 
     settings: TopKSettings
+    """With which it was made: others need another selection."""
     _on_device: Callable[[torch.device], DeviceKernels | None] = device_kernels
     _table: Table | None = None
     _seen: tuple[ChangeLog, int] | None = None

@@ -17,19 +17,24 @@ class ReplyRule:
     limit: float = 0.0
     _calm: int = field(default=0, init=False)
 
-    def wants_topk(self, changed_density: float | None, in_topk: bool) -> bool:
-        """Tell whether the next replies should be top-k.
+    def wants_topk(self, changed_density: float | None, in_topk: bool, limit: float | None = None) -> bool:
+        """Tell whether the next replies should be top-k; ``limit`` replaces the rule's own.
 
-        ``changed_density`` is ``None`` where a dense reply is due anyway (no base, dense pushes, a restart).
+        ``changed_density`` is ``None`` where a dense reply is due anyway (no base, dense pushes, a restart): by itself
+        no reason for top-k replies, but one where a worker counts bytes.
         """
+        if limit is None:
+            limit = self.limit
+        elif changed_density is None:
+            changed_density = 1.0
         if self.mode != "auto":
             return self.mode == "topk"
         if changed_density is None:
             return in_topk
         if not in_topk:
             self._calm = 0
-            return changed_density > self.limit
-        self._calm = self._calm + 1 if changed_density < self.limit / 2 else 0
+            return changed_density > limit
+        self._calm = self._calm + 1 if changed_density < limit / 2 else 0
         if self._calm < CALM_PULLS:
             return True
         self._calm = 0

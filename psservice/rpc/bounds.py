@@ -44,6 +44,7 @@ BOUNDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
         "acknowledged_reply": (0, _MOST_VERSION),
         "after_step": (0, _MOST_STEP),
         "link_bytes_per_second": (0.0, _FASTEST_LINK),
+        "density": (0.0, 1.0),
     },
     "BuffersHeader": {
         "step": (0, _MOST_STEP),

@@ -231,6 +231,8 @@ class WorkerCalls:
                 acknowledged=request.acknowledged_reply,
                 replica_is_image=request.image,
                 link_bytes_per_second=request.link_bytes_per_second,
+                density=request.density,
+                value=request.value_codec,
             )
             reply = pull(shard, member, request.generation, asked, reservation.add)
             self._finish(call)

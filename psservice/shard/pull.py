@@ -31,7 +31,8 @@ def pull(
     model, base_version = synchronizer.model_for(member, request.base_version, request.acknowledged)
     form = WireForm(allowed=member.index_codecs, link_bytes_per_second=_link_class(request.link_bytes_per_second))
     seen = request if base_version == request.base_version else replace(request, base_version=base_version)
-    reply = ReplyMaker(model, shard.apply_thread, member.downlink, shard.topk, seen, form, reserve).answer()
+    topk = shard.topk.asked(request.density, request.value)
+    reply = ReplyMaker(model, shard.apply_thread, member.downlink, topk, seen, form, reserve).answer()
     shard.apply_thread.require_whole()  # a top-k reply is read beside the apply thread
     member.reply_mode, member.reply_density = reply.mode, reply.density
     shard.metrics.observe_pull(reply.mode.value, reply.density)

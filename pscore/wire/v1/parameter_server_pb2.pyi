@@ -1594,6 +1594,8 @@ class PullDiffRequest(_message.Message):
     BASE_END_FIELD_NUMBER: _builtins.int
     AFTER_STEP_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    DENSITY_FIELD_NUMBER: _builtins.int
+    VALUE_CODEC_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Generation of the replica."""
     has_base: _builtins.bool
@@ -1620,6 +1622,12 @@ class PullDiffRequest(_message.Message):
     """
     traceparent: _builtins.str
     """As in PushHeader."""
+    density: _builtins.float
+    """Where not 0: a top-k reply has this share of the entries, 0 to 1, in place of the server's setting. A server that
+    chooses the form of replies itself then answers exactly where that takes no more bytes.
+    """
+    value_codec: Global___ValueCodec.ValueType
+    """With density: the value codec of a top-k reply."""
     @_builtins.property
     def identity(self) -> Global___WorkerIdentity:
         """Who pulls."""
@@ -1637,10 +1645,12 @@ class PullDiffRequest(_message.Message):
         base_end: _builtins.int = ...,
         after_step: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        density: _builtins.float = ...,
+        value_codec: Global___ValueCodec.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_reply", b"acknowledged_reply", "after_step", b"after_step", "base_end", b"base_end", "base_version", b"base_version", "generation", b"generation", "has_base", b"has_base", "identity", b"identity", "image", b"image", "link_bytes_per_second", b"link_bytes_per_second", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_reply", b"acknowledged_reply", "after_step", b"after_step", "base_end", b"base_end", "base_version", b"base_version", "density", b"density", "generation", b"generation", "has_base", b"has_base", "identity", b"identity", "image", b"image", "link_bytes_per_second", b"link_bytes_per_second", "traceparent", b"traceparent", "value_codec", b"value_codec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,5 +1,7 @@
 """Top-k replies: the server's image and the worker's fp32 replica are equal bit for bit, whatever is lost."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import settings
@@ -7,8 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pscore.model.sparse_slice import SparseSlice
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.apply_thread import ApplyThread
 from psservice.model.reply_session import ReplyMode, ReplySession
+from psservice.model.topk import ImageBudget
 from psservice.policy.reply_mode import ReplyRule
 from tests.psservice.service_makers import (
     BF16,
@@ -119,6 +124,13 @@ class TopKWorker(RuleBasedStateMachine):
     @rule(wanted=st.booleans())
     def the_run_changes_its_mode(self, wanted):
         self.link.rule.topk = wanted
+
+    @rule(
+        density=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+        value=st.sampled_from([pb.VALUE_CODEC_INT4, pb.VALUE_CODEC_FP32]),
+    )
+    def the_worker_names_another_form(self, density, value):
+        self.link.topk = topk(0.2, 0).asked(density, value)
 
     @rule()
     def leave_top_k_mode(self):
@@ -266,3 +278,47 @@ def test_auto_stays_exact_for_a_worker_that_a_restart_has_left_behind():
         assert link.pull().density < 0.1
     finally:
         writer.close()
+
+
+def test_a_worker_names_the_density_and_the_values_of_its_replies(link):
+    link.pull()
+    link.model.apply(SparseSlice(link.model.span, None, torch.randn(100)))
+    link.topk = topk(0.1).asked(0.5, pb.VALUE_CODEC_INT4)
+    wire = link.pull()
+    assert link.entries(wire) == 30 + 20
+    assert {pb.Chunk.FromString(chunk).value_codec for chunk in wire.chunks} == {pb.VALUE_CODEC_INT4}
+    link.topk = topk(0.1).asked(0.0, 0)
+    assert link.entries(link.pull()) == 10, "the server's settings"
+
+
+def test_a_reply_of_all_entries_is_written_without_places(link):
+    link.pull()
+    link.model.apply(SparseSlice(link.model.span, None, torch.randn(100)))
+    link.topk = topk(0.1).asked(1.0, pb.VALUE_CODEC_INT8)
+    wire = link.pull()
+    assert {pb.Chunk.FromString(chunk).index_codec for chunk in wire.chunks} == {pb.INDEX_CODEC_DENSE}
+    assert bits(link.downlink.image) != fp32_bits(link.replica, link.model.span), "not acknowledged yet"
+    link.ask()
+    assert bits(link.downlink.image) == fp32_bits(link.replica, link.model.span)
+
+
+def test_a_value_codec_that_is_not_known_is_refused():
+    with pytest.raises(Rejected) as refusal:
+        topk().asked(0.1, 99)
+    assert refusal.value.reason is ErrorCode.UNKNOWN_CODEC
+
+
+def test_an_image_without_room_for_a_larger_reply_is_closed_by_an_exact_one(link):
+    settings_ = replace(topk(0.1, 0), images=ImageBudget(4 * 100 + 24 * 20))
+    link.topk = settings_.asked(0.1, pb.VALUE_CODEC_FP32)
+    link.pull()
+    link.pull()
+    assert settings_.images.bytes > 0
+    link.topk = settings_.asked(1.0, pb.VALUE_CODEC_FP32)
+    link.model.apply(SparseSlice(link.model.span, None, torch.randn(100)))
+    wire = link.pull()
+    assert (wire.mode, wire.image) == (ReplyMode.EXACT, False)
+    assert replica_bits(link.replica, link.model.span) == server_bits(link.model)
+    link.rule.topk = False
+    link.pull()
+    assert settings_.images.bytes == 0

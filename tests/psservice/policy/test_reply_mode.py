@@ -61,3 +61,16 @@ def test_each_stay_in_top_k_mode_counts_for_itself():
 def test_the_setting_names_the_rule():
     assert not ReplyRule("exact", LIMIT).wants_topk(1.0, in_topk=True)
     assert ReplyRule("topk", LIMIT).wants_topk(None, in_topk=False)
+
+
+def test_a_limit_of_the_worker_s_replaces_the_rule_s():
+    rule = ReplyRule("auto", LIMIT)
+    assert rule.wants_topk(CALM, in_topk=False, limit=0.01)
+    assert not rule.wants_topk(ABOVE, in_topk=False, limit=0.5)
+
+
+@pytest.mark.parametrize("in_topk", [False, True])
+def test_a_worker_that_counts_bytes_leaves_dense_replies(in_topk):
+    assert ReplyRule("auto", LIMIT).wants_topk(None, in_topk, limit=0.5)
+    assert not ReplyRule("auto", LIMIT).wants_topk(None, in_topk=False, limit=1.0), "a dense reply takes no more"
+    assert not ReplyRule("exact", LIMIT).wants_topk(None, in_topk, limit=0.5)
