@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 import psclient
 
-DENSITIES = {"outer": 1.0, "server": 0.1}
+BUDGETS = {"outer": None, "server": 0.03}
 """Ten local steps are a tenth of the bytes already: of their sum a tenth would leave little of what was learned."""
 RATES = {"outer": 3e-3, "server": 1e-3}
 
@@ -33,8 +33,9 @@ def make_optimizer(
     options: argparse.Namespace, model: nn.Module, place: launch.Place, length: methods.Length
 ) -> tuple[psclient.Outer | psclient.ServerOptimizer, methods.Clock]:
     """Return AdamW in one of its two places, and what moves the learning rate."""
-    density = DENSITIES[options.method] if options.density is None else options.density
-    joined = {"model": model, "server": place.server, "worker": place.worker, "density": density}
+    budget = BUDGETS[options.method] if options.budget is None else options.budget
+    joined = {"model": model, "server": place.server, "worker": place.worker}
+    joined |= {"budget": budget} if options.density is None else {"density": options.density}
     rate = RATES[options.method] if options.lr is None else options.lr
     adamw = {"lr": rate, "betas": (0.9, 0.95), "weight_decay": options.weight_decay}
     if options.method == "server":  # every step pushes a gradient, and the server steps
@@ -129,7 +130,8 @@ def parse() -> argparse.Namespace:
     )
     add("--momentum", type=float, default=0.0, metavar="X", help="of outer's pushes (default: %(default)s)")
     add("--decay", type=float, default=0.5, metavar="X", help="of what outer has not sent (default: %(default)s)")
-    add("--density", type=float, metavar="X", help="share that is pushed (default: 1 of outer, 0.1 of server)")
+    add("--budget", type=float, metavar="X", help="share of the dense bytes each way (default: 0.03 of server)")
+    add("--density", type=float, metavar="X", help="share that is pushed, in place of --budget (default: 1 of outer)")
     add("--lr", type=float, metavar="X", help="default: 0.003 of outer, 0.001 of server")
     add("--weight-decay", type=float, default=0.01, metavar="X", help="default: %(default)s")
     add("--batch-size", type=launch.at_least(1), default=16, metavar="N", help="default: %(default)s")

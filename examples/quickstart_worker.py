@@ -20,7 +20,7 @@ TEST_SAMPLES = 360
 
 # DGS's momentum makes every step 1 / (1 - 0.7) times as long, so both methods learn at the same rate.
 METHODS = {
-    "dgs": functools.partial(psclient.DGS, lr=0.03, momentum=0.7, density=0.005),
+    "dgs": functools.partial(psclient.DGS, lr=0.03, momentum=0.7, budget=0.03),
     "asgd": functools.partial(psclient.ASGD, lr=0.1),
 }
 
@@ -110,8 +110,6 @@ def train(index: int, job: Job, tell: Callable[[Progress], None]) -> None:
         model=model,
         server=job.server,
         worker=f"worker-{index}",
-        # Loopback stands for a slow network here; left to itself, the client would find it fast and save no bytes.
-        settings=psclient.ClientSettings(index_codec="rice"),
     )
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 

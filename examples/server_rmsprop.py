@@ -16,7 +16,7 @@ import psclient
 BATCH_SIZE = 32
 
 
-def train(worker: int, workers: int, epochs: int, density: float, server: str) -> None:
+def train(worker: int, workers: int, epochs: int, budget: float, server: str) -> None:
     torch.set_num_threads(1)  # the workers share the cores
     torch.manual_seed(0)
     images, labels = load_digits()[0].tensors
@@ -29,7 +29,7 @@ def train(worker: int, workers: int, epochs: int, density: float, server: str) -
         "RMSprop",
         {"lr": 0.002},
         scheduler=("StepLR", {"step_size": max(1, versions // 3), "gamma": 0.3}),  # counted in pushes of all workers
-        density=density,
+        budget=budget,
         model=model,
         server=server,
         worker=f"worker-{worker}",
@@ -58,16 +58,16 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="worker processes (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=6, metavar="N", help="passes (default: %(default)s)")
     parser.add_argument(
-        "--density",
+        "--budget",
         type=float,
-        default=0.05,
+        default=0.03,
         metavar="SHARE",
-        help="1 is dense (default: %(default)s)",
+        help="of the dense bytes, each way (default: %(default)s)",
     )
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     with psclient.LocalServer(buffer_period_steps=5) as server:
-        shared = (options.workers, options.epochs, options.density, server.server)
+        shared = (options.workers, options.epochs, options.budget, server.server)
         workers = [context.Process(target=train, args=(worker, *shared)) for worker in range(options.workers)]
         for process in workers:
             process.start()

@@ -1,6 +1,6 @@
 """The worker's side: optimizers that train through a parameter server, in an ordinary PyTorch loop.
 
->>> optimizer = psclient.DGS(model.parameters(), lr=0.1, density=0.01, model=model, server="host:50051")
+>>> optimizer = psclient.DGS(model.parameters(), lr=0.1, budget=0.03, model=model, server="host:50051")
 
 Names are loaded when they are first used, so that importing this package is fast and starts nothing.
 """

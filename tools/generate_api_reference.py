@@ -26,7 +26,15 @@ Generated from the docstrings of `psclient` by `tools/generate_api_reference.py`
 
 GROUPS = {
     "Methods": ["DGS", "ASGD", "GradientDropping", "DGC", "MomentumSGD", "SSGD", "WAGMA", "Outer", "ServerOptimizer"],
-    "Beside the optimizer": ["Rounds", "VersionClock", "ElasticSampler", "NodeOptimizer", "node_group", "worker_index"],
+    "Beside the optimizer": [
+        "Budget",
+        "Rounds",
+        "VersionClock",
+        "ElasticSampler",
+        "NodeOptimizer",
+        "node_group",
+        "worker_index",
+    ],
     "What steps did": ["StepReport", "Totals", "scalars"],
     "Models and servers": ["download", "save", "LocalServer", "ClientSettings"],
 }

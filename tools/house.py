@@ -30,7 +30,7 @@ ROOMS = {
         ["rpc"],
         ["compress"],
         ["buckets", "model"],
-        ["executor", "report", "rounds", "settings"],
+        ["budget", "executor", "report", "rounds", "settings"],
         ["errors"],
     ],
     "psservice": [

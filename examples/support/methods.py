@@ -25,7 +25,7 @@ METHODS = (
     "outer",
     "momentum-sgd",
 )
-DENSITIES = {"dgs": 0.01, "gradient-dropping": 0.01, "dgc": 0.001}
+BUDGETS = {"dgs": 0.03, "gradient-dropping": 0.03, "dgc": 0.03}
 MOMENTA = {"dgs": 0.7, "dgc": 0.7, "outer": 0.5, "asgd": 0.0}  # asynchrony adds momentum of its own
 
 
@@ -90,7 +90,11 @@ def add_arguments(parser: argparse.ArgumentParser, lr: float, batch_size: int, e
     group.add_argument("--lr", type=float, default=lr, metavar="X", help="default: %(default)s")
     group.add_argument("--momentum", type=float, metavar="X", help="default: by method")
     group.add_argument("--weight-decay", type=float, default=5e-4, metavar="X", help="default: %(default)s")
-    group.add_argument("--density", type=float, metavar="X", help="share of the entries that is pushed")
+    size = group.add_mutually_exclusive_group()
+    size.add_argument(
+        "--budget", type=float, metavar="X", help="share of the dense bytes each way (default: 0.03 of sparse methods)"
+    )
+    size.add_argument("--density", type=float, metavar="X", help="share of the entries that is pushed")
     group.add_argument("--no-density-warmup", action="store_true", help="dgc pushes --density from the first step on")
     group.add_argument("--server-optimizer", default="SGD", metavar="NAME", help="of torch.optim (default: SGD)")
     group.add_argument("--period", type=at_least(1), default=50, metavar="N", help="local steps of outer (default: 50)")
@@ -119,7 +123,8 @@ def make_optimizer(
     """
     name, parameters = options.method, model.parameters()
     momentum = MOMENTA.get(name, 0.9) if options.momentum is None else options.momentum
-    density = DENSITIES.get(name, 1.0) if options.density is None else options.density
+    budget = BUDGETS.get(name) if options.budget is None else options.budget
+    size: dict[str, Any] = {"budget": budget} if options.density is None else {"density": options.density}
     rates: dict[str, Any] = {"lr": options.lr, "momentum": momentum, "weight_decay": options.weight_decay}
     joined: dict[str, Any] = {"model": model, "server": place.server, "worker": place.worker}
     streamed: dict[str, Any] = joined | {"overlap": options.overlap}
@@ -135,7 +140,7 @@ def make_optimizer(
     if name == "outer":
         inner = torch.optim.SGD(parameters, lr=options.lr, momentum=0.9, weight_decay=options.weight_decay)
         step = outer_step(momentum)
-        outer = psclient.Outer(inner, step, sync_every=options.period, density=density, **joined)
+        outer = psclient.Outer(inner, step, sync_every=options.period, **size, **joined)
         return outer, psclient.VersionClock(schedule(inner, options.period), outer)
     if name == "server-optimizer":
         chosen = {"lr": options.lr, "weight_decay": options.weight_decay}
@@ -143,24 +148,25 @@ def make_optimizer(
             chosen["momentum"] = momentum
         described = length.schedule(options.schedule, 1)
         server_side = psclient.ServerOptimizer(
-            parameters, options.server_optimizer, chosen, scheduler=described, density=density, **streamed
+            parameters, options.server_optimizer, chosen, scheduler=described, **size, **streamed
         )
         return server_side, STILL
     if name == "ssgd":
         rounds = psclient.Rounds(start_workers=place.workers)
-        synchronous = psclient.SSGD(parameters, **rates, density=density, rounds=rounds, **joined)
+        synchronous = psclient.SSGD(parameters, **rates, **size, rounds=rounds, **joined)
         return synchronous, psclient.VersionClock(schedule(synchronous, place.workers), synchronous)
-    warmed_up = psclient.schedules.dgc_warmup(max(1, length.steps_per_epoch // place.workers), density)
+    if name == "dgc" and options.density is not None and not options.no_density_warmup:
+        size["density"] = psclient.schedules.dgc_warmup(
+            max(1, length.steps_per_epoch // place.workers), options.density
+        )
     made: dict[str, Callable[[], ParameterServerOptimizer]] = {
-        "dgs": lambda: psclient.DGS(parameters, **rates, density=density, **streamed),
+        "dgs": lambda: psclient.DGS(parameters, **rates, **size, **streamed),
         "gradient-dropping": lambda: psclient.GradientDropping(
-            parameters, lr=options.lr, weight_decay=options.weight_decay, density=density, **streamed
+            parameters, lr=options.lr, weight_decay=options.weight_decay, **size, **streamed
         ),
-        "dgc": lambda: psclient.DGC(
-            parameters, **rates, density=density if options.no_density_warmup else warmed_up, **streamed
-        ),
-        "asgd": lambda: psclient.ASGD(parameters, **rates, **streamed),
-        "wagma": lambda: psclient.WAGMA(parameters, **rates, density=density, **joined),
+        "dgc": lambda: psclient.DGC(parameters, **rates, **size, **streamed),
+        "asgd": lambda: psclient.ASGD(parameters, **rates, budget=options.budget, **streamed),
+        "wagma": lambda: psclient.WAGMA(parameters, **rates, **size, **joined),
     }
     optimizer = made[name]()
     return optimizer, psclient.VersionClock(schedule(optimizer), optimizer)

@@ -5,7 +5,6 @@ Each call returns an outcome; :mod:`psclient.rpc.cluster` decides what a failure
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -15,6 +14,7 @@ import torch
 from psclient.buckets.trace import PushTiming
 from psclient.errors import ServerFaultError
 from psclient.model.replica import Replica
+from psclient.rpc.bandwidth import Bandwidth
 from psclient.rpc.channel import Connection, RetryPolicy
 from psclient.rpc.progress_line import ProgressLine
 from psclient.rpc.push_part import PushPart
@@ -40,27 +40,8 @@ from pscore.wire.dense import (
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
-_SMALLEST_BYTES = 64 << 10  # below it, a time depends more on delay than on bandwidth
-_REMEMBERED = 16  # transfers
 _LEAST_UPLOAD_BYTES = 256 << 10  # of a chunk: what one second brings on a line of 2 Mbit/s, and what a cut loses
 _PIECE_ELEMENTS = 4 << 20  # that are copied to the host, as fp32, at a time
-
-
-class Bandwidth:
-    """The fastest of the last large transfers: a lower bound, because other things may have slowed each of them."""
-
-    def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=_REMEMBERED)
-
-    @property
-    def bytes_per_second(self) -> float | None:
-        """The estimate; ``None`` before the first large transfer."""
-        return max(self._recent, default=None)
-
-    def update(self, nbytes: int, seconds: float) -> None:
-        """Count a transfer: from its first byte to its last, without the time for decoding."""
-        if nbytes >= _SMALLEST_BYTES and seconds > 0:
-            self._recent.append(nbytes / seconds)
 
 
 @dataclass(slots=True)

@@ -26,6 +26,7 @@ def options(out, method="dgs"):
         momentum=None,
         weight_decay=0.0,
         density=None,
+        budget=None,
         overlap=False,
         epochs=1,
         warmup_epochs=0.0,
