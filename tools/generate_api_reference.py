@@ -25,7 +25,18 @@ Generated from the docstrings of `psclient` by `tools/generate_api_reference.py`
 """
 
 GROUPS = {
-    "Methods": ["DGS", "ASGD", "GradientDropping", "DGC", "MomentumSGD", "SSGD", "WAGMA", "Outer", "ServerOptimizer"],
+    "Methods": [
+        "DGS",
+        "ASGD",
+        "GradientDropping",
+        "DGC",
+        "MomentumSGD",
+        "SSGD",
+        "WAGMA",
+        "Outer",
+        "ServerOptimizer",
+        "ServerRMSprop",
+    ],
     "Beside the optimizer": [
         "Budget",
         "Rounds",

@@ -140,16 +140,22 @@ def _options(groups: Sequence[Mapping[str, Any]], known: frozenset[str]) -> list
 
 
 def _rates(groups: ParamGroups, known: frozenset[str], agreed: Sequence[Mapping[str, Any]]) -> Rates:
-    for number, (group, now, then) in enumerate(zip(groups.all, _options(groups.all, known), agreed, strict=True)):
+    for number, (now, then) in enumerate(zip(_options(groups.all, known), agreed, strict=True)):
         if now != then:
             changed = sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
             raise ConfigurationError(
                 f"{', '.join(changed)} of param group {number} is not what the server's optimizer was made with, and "
                 "only lr can be changed in a run: set it back, or begin another run with it"
             )
+    return group_rates(groups)
+
+
+def group_rates(groups: ParamGroups) -> Rates:
+    """Return the rates of a push of gradients: the server steps each group at its own."""
+    rates = []
+    for number, group in enumerate(groups.all):
         check_hyperparameters({"lr": group["lr"]})
-        if not float(group["lr"]) <= LARGEST_RATE:
-            raise ConfigurationError(
-                f"lr of param group {number} is {float(group['lr']):g}; it must be 0 to {LARGEST_RATE:g}"
-            )
-    return Rates(1.0, tuple(float(group["lr"]) for group in groups.all))
+        rates.append(float(group["lr"]))
+        if not rates[-1] <= LARGEST_RATE:
+            raise ConfigurationError(f"lr of param group {number} is {rates[-1]:g}; it must be 0 to {LARGEST_RATE:g}")
+    return Rates(1.0, tuple(rates))

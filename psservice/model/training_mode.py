@@ -11,6 +11,7 @@ from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.synchronous_rounds import RoundSettings
 from psservice.model.update.base import RuleMaker
 from psservice.model.update.optimizer_settings import TorchSettings
+from psservice.model.update.rmsprop import RMSprop
 from psservice.model.update.subtract import Subtract
 from psservice.model.update.torch_optimizer import TorchOptimizer
 from psservice.model.wagma.schedule import GroupSettings
@@ -18,6 +19,7 @@ from psservice.model.wagma.schedule import GroupSettings
 _RULES: dict[str, Callable[[Mapping[str, str]], RuleMaker]] = {
     "subtract": lambda settings: Subtract,
     "average": lambda settings: Subtract,  # from each worker's own model; see psservice.model.wagma.replicas
+    "rmsprop": lambda settings: partial(RMSprop, TorchSettings.parse(settings)),
     "torch": lambda settings: partial(TorchOptimizer, TorchSettings.parse(settings)),
 }
 

@@ -17,6 +17,7 @@ METHODS = {
     "gradient_dropping": (psclient.GradientDropping, {"lr": 0.01}),
     "ssgd": (psclient.SSGD, {"lr": 0.01}),
     "rmsprop": (psclient.ServerOptimizer, {"optimizer": "RMSprop", "options": {"lr": 1e-4}}),
+    "server_rmsprop": (psclient.ServerRMSprop, {"lr": 1e-4}),
     "lazy_rmsprop": (psclient.ServerOptimizer, {"optimizer": "RMSprop", "options": {"lr": 1e-4}, "lazy": True}),
     "overlap": (psclient.DGS, {"lr": 0.01, "overlap": True}),
 }
