@@ -44,7 +44,7 @@ class TorchOptimizer(UpdateRule):
             self._pieces += pieces  # an empty group stays: a scheduler may have a number for each
             made.append({**group.options, "params": [tensor for _, tensor in pieces]})
         edges = [(piece.start - span.start, piece.end - span.start) for piece, _ in self._pieces]
-        self._borders = torch.tensor(edges, dtype=torch.int64, device=theta.device)
+        self._borders = torch.tensor(edges, dtype=torch.int64).to(theta.device)
         self._optimizer: Optimizer | None = settings.optimizer.make(made) if self._pieces else None
         default = settings.optimizer.rate
         self.rates = tuple(float(group.options.get("lr", default)) for group in groups)
