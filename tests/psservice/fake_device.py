@@ -70,6 +70,8 @@ def run(function, args, kwargs):
     copies = function in (_aten._to_copy.default, _aten.copy_.default)
     if device:
         COUNTS[name] += 1
+        if name in ("index", "index_put_") and any(each is not None and each.dtype is torch.bool for each in args[1]):
+            COUNTS["nonzero"] += 1
         if not copies and any(each.dim() for each in host):
             raise RuntimeError(f"{name}: tensors of the device meet tensors of the host")
         if (name == "copy_" and host) or (name == "_to_copy" and not there):

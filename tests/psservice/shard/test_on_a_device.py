@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pscore.model.sparse_slice import SparseSlice
+from psservice.model.undo_log import Overwritten, UndoLog
 from psservice.observability.metrics import Metrics
 from psservice.settings import ServerSettings
 from psservice.shard.lifecycle import end_leases, open_shard
@@ -112,3 +113,20 @@ def test_a_push_and_a_pull_wait_for_the_device_as_often_for_few_tensors_as_for_m
         found.append(waits)
     assert found[0] == found[1]
     assert max(found[0]) <= 4
+
+
+def test_the_values_of_an_older_version_are_found_without_waiting():
+    theta, log, before = torch.randn(50), UndoLog(1000), {}
+    with FakeDevice() as device:
+        there = theta.to(DEVICE)
+        for version in range(1, 6):
+            before[version - 1] = there.cpu()
+            offsets = torch.arange(version, 50, 3)
+            log.append(Overwritten(version, offsets.to(torch.int32), there[offsets.to(DEVICE)]))
+            there[offsets.to(DEVICE)] = torch.randn(offsets.numel()).to(DEVICE)
+        wanted, found, waits = torch.arange(0, 50, 2), [], device.waits
+        for version in range(5):
+            found.append(log.at(there, version, 5, wanted.to(DEVICE)))
+        assert device.waits == waits
+        for version, values in enumerate(found):
+            assert torch.equal(values.cpu(), before[version][wanted])
