@@ -3,6 +3,7 @@
 What fails is torch or the system below the server, and nothing of the server's own, so that tests outlive its insides.
 
 ``half-step``: ``torch.optim.SGD`` steps the first of its tensors and then has no memory.
+``device``: no tensor can be copied, as after an error of a GPU.
 ``slow-snapshots``, ``slow-journal``: ``fsync`` of files in those directories does not return; that one waits is told by
 a file ``.met`` beside.
 ``no-listing``: from the moment when a snapshot gets its name, no descriptor is left to list the snapshots with.
@@ -54,6 +55,19 @@ def _half_step(file: Path) -> None:
     torch.optim.SGD.step = step  # type: ignore[method-assign]
 
 
+def _device(file: Path) -> None:
+    import torch
+
+    real = torch.Tensor.clone
+
+    def clone(self: Any, **options: Any) -> Any:
+        if file.exists():
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        return real(self, **options)
+
+    torch.Tensor.clone = clone  # type: ignore[method-assign]
+
+
 def _slow(directory: str, file: Path) -> None:
     for name in ("fsync", "fdatasync"):
         real = getattr(os, name)
@@ -93,6 +107,8 @@ def main() -> int:
     fault, file = sys.argv[1], Path(sys.argv[2])
     if fault == "half-step":
         _half_step(file)
+    elif fault == "device":
+        _device(file)
     elif fault == "no-listing":
         _no_listing(file)
     else:

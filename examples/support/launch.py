@@ -82,7 +82,12 @@ def add_arguments(parser: argparse.ArgumentParser, out: str) -> None:
     group = parser.add_argument_group("where it runs")
     group.add_argument("--workers", type=int, metavar="N", help="worker processes on this machine (default: 1)")
     group.add_argument("--server", metavar="HOST:PORT", help="join this server (each shard in order, with commas)")
-    group.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:N (default: auto)")
+    group.add_argument(
+        "--device",
+        default="auto",
+        metavar="NAME",
+        help="of workers, and of a server started here: auto, cpu, cuda or cuda:N (default: auto)",
+    )
     group.add_argument("--out", type=Path, default=Path(out), metavar="DIR", help="default: %(default)s")
     group.add_argument("--resume", action="store_true", help="go on with the run in --out, after a crash or Ctrl-C")
 

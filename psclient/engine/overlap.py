@@ -16,7 +16,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -55,9 +55,9 @@ class Overlap:
         self._ack: Job[None] | None = None  # of the last committed push
         self._reply: Job[Replies] | None = None  # to that push
         devices = {parameter.device for parameter in self._trained().values()}
-        device = next((device for device in devices if device.type == "cuda"), None)
-        self._stream = None if device is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._clock = GradientClock(device if len(devices) == 1 else None)
+        gpus = [device for device in devices if device.type == "cuda"]
+        self._streams = {device: torch.cuda.Stream(device) for device in gpus}  # type: ignore[no-untyped-call]
+        self._clock = GradientClock(gpus[0] if gpus and len(devices) == 1 else None)
         self._handles: dict[int, RemovableHandle] = {}
         self._commit_job: Job[StepReport | None] | None = None
         self._reset()
@@ -169,6 +169,8 @@ class Overlap:
             self._count_members()
         self._seen.add(position)
         self._clock.note(position)
+        if (device := self._model.parameters[position].device) in self._streams:
+            self._used.add(torch.cuda.current_stream(device))
         number = self._group_of[position]
         self._missing[number] -= 1
         if not self._missing[number] and number not in self._jobs:
@@ -179,6 +181,7 @@ class Overlap:
         self._jobs: dict[int, Job[bool]] = {}
         self._commit_job = None
         self._seen: set[int] = set()
+        self._used: set[torch.cuda.Stream] = set()  # by the hooks: those of the backward pass
         self._versions: list[tuple[torch.Tensor, int]] = []
         return self._clock.take()
 
@@ -200,25 +203,25 @@ class Overlap:
         self._missing = [sum(position in trained for position in group) for group in self._push_pull.groups]
 
     def _submit(self, number: int) -> None:
-        """Have a group sent by the compressing thread, after what is on this thread's CUDA stream."""
-        event = None
-        if self._stream is not None:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
+        """Have a group sent by the compressing thread, after what backward and this thread have on CUDA streams."""
+        streams = self._used | {torch.cuda.current_stream(device) for device in self._streams}
+        ready = [stream.record_event() for stream in streams]
         gradients = self._gather(self._push_pull.groups[number])
         self._versions += [(gradient, gradient._version) for gradient in gradients.values()]
-        self._jobs[number] = self._compressing.submit(lambda: self._send(number, gradients, event))
+        self._jobs[number] = self._compressing.submit(lambda: self._send(number, gradients, ready))
 
     @torch.no_grad()
-    def _send(self, number: int, gradients: Mapping[int, torch.Tensor], ready: "torch.cuda.Event | None") -> bool:
+    def _send(self, number: int, gradients: Mapping[int, torch.Tensor], ready: "list[torch.cuda.Event]") -> bool:
         """Send a group; return False where the group was left because another one has failed."""
         if self._has_failed():
             return False
         report = self._opened()
         try:
-            with torch.cuda.stream(self._stream):  # of None: nothing to order
-                if ready is not None and self._stream is not None:
-                    self._stream.wait_event(ready)
+            with ExitStack() as entered:
+                for stream in self._streams.values():
+                    entered.enter_context(torch.cuda.stream(stream))
+                    for event in ready:
+                        stream.wait_event(event)
                 self._push_pull.send_gradients(report, number, finite(self._model, gradients), 1.0)
         except BaseException:
             self._abandon()

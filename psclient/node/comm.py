@@ -1,8 +1,8 @@
 """Messages and tensors between the processes of a node.
 
 Messages travel over a gloo group of their own, with a time limit of its own: a follower waits there for as long as its
-leader waits for a server, which is too long for the group that averages gradients. Tensors travel in the latter, whose
-backend fits their device.
+leader waits for a server, which is too long for the group that averages gradients. Tensors on GPUs travel in the
+latter, those on the host as messages do.
 """
 
 import json
@@ -137,27 +137,29 @@ class NodeComm:
         change would be a loaded model to the leader's optimizer.
         """
         memories = [tensor.data.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
-        small = [memory for memory in memories if 0 < memory.numel() < _SMALL_BYTES]
         with self._guarded("pass the parameters on"):
-            under_way: list[Any] = [
-                dist.broadcast(memory, group=self._group, async_op=True, group_src=0)
-                for memory in memories
-                if memory.numel() >= _SMALL_BYTES
-            ]
-            for start in range(0, len(small), _SMALL_TOGETHER):
-                bucket = small[start : start + _SMALL_TOGETHER]
-                joined = torch.cat([memory.to(bucket[0].device) for memory in bucket])
-                dist.broadcast(joined, group=self._group, group_src=0)
-                for memory, part in zip(
-                    bucket, torch.split(joined, [memory.numel() for memory in bucket]), strict=True
-                ):
-                    memory.copy_(part)
+            under_way = [self._broadcast(memory) for memory in memories if memory.numel() >= _SMALL_BYTES]
+            for on_host in (True, False):
+                small = [each for each in memories if 0 < each.numel() < _SMALL_BYTES and each.is_cpu == on_host]
+                for start in range(0, len(small), _SMALL_TOGETHER):
+                    bucket = small[start : start + _SMALL_TOGETHER]
+                    joined = torch.cat([memory.to(bucket[0].device) for memory in bucket])
+                    self._broadcast(joined).wait()
+                    parts = torch.split(joined, [memory.numel() for memory in bucket])
+                    for memory, part in zip(bucket, parts, strict=True):
+                        memory.copy_(part)
             for work in under_way:
                 work.wait()
         if not self.is_leader:
             for tensor, memory in zip(tensors, memories, strict=True):
                 if not tensor.is_contiguous():
                     tensor.copy_(memory.view(tensor.dtype).view(tensor.shape))
+
+    def _broadcast(self, memory: torch.Tensor) -> Any:
+        """Begin to write the leader's bytes over everybody's; those on the host by gloo, because NCCL cannot."""
+        if memory.is_cpu:
+            return self._messages.broadcast(memory, 0)
+        return dist.broadcast(memory, group=self._group, async_op=True, group_src=0)
 
     def close(self) -> None:
         """End the connections; processes that wait for this one then get an error at once."""

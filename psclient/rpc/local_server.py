@@ -26,6 +26,9 @@ class LocalServer:
     Settings are those of ``psservice serve`` (``docs/settings.md``) by name: ``LocalServer(down_mode="topk")``. A child
     ends by itself when this process is gone.
 
+    The parameters are on the host, unless ``device`` names another place: a GPU of this machine is for training.
+    ``device="auto"`` takes the first GPU, also where a worker trains on it.
+
     Args:
         shards: number of server processes.
         log_to: where their logs go: a file open for writing, or ``None`` to pass warnings on to this process's stderr.
@@ -42,7 +45,7 @@ class LocalServer:
         self._log_to = log_to
         self._owner = os.getpid()
         self._settings: dict[str, object] = {"log_format": "text", "log_level": "warning", "listen": "127.0.0.1:0"}
-        self._settings |= {"health_listen": "", "metrics_listen": "127.0.0.1:0"} | settings
+        self._settings |= {"health_listen": "", "metrics_listen": "127.0.0.1:0", "device": "cpu"} | settings
         self.processes: list[subprocess.Popen[bytes]] = []
         self.addresses, self.metrics_addresses, self.health_addresses = ([""] * shards for _ in range(3))
         try:

@@ -88,7 +88,7 @@ class ExactReplies:
         theta, position = self.model.theta, self.model.changelog.appended
         values = theta.clone()
         now, version, late = self._late(position, values)
-        if late is not None:
+        if late is not None and late[0].numel():
             values[late[0]] = late[1]
         return Whole(now, version, values)
 
@@ -127,7 +127,8 @@ class ExactReplies:
 
     def reply(self, position: int, version: int, slices: list[SparseSlice], form: WireForm) -> SharedReply:
         """Return a reply of entries at a version, which is not shared."""
-        segments = [segment for each in slices for segment in self.model.as_sent(each)]
+        # Cut and rounded on the host: a device would be waited for at each cut.
+        segments = [segment for each in slices for segment in self.model.as_sent(each.cpu())]
         messages = ReplyMessages(segments, form, self.chunk_bytes)
         sent, is_dense = (
             entries(segments),

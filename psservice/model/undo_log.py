@@ -51,8 +51,8 @@ class UndoLog:
             elif record.changed.numel() and offsets.numel():
                 changed = record.changed.to(offsets.device).long()
                 place = torch.searchsorted(changed, offsets).clamp_(max=changed.numel() - 1)
-                hit = changed[place] == offsets
-                found[hit] = record.values[place[hit]]
+                # Not by a mask, whose entries a device would have to count first.
+                found = torch.where(changed[place] == offsets, record.values[place], found)
         return found
 
     def export(self) -> RuleState:

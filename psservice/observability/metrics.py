@@ -97,7 +97,9 @@ class Metrics:
             "psservice_applied_scale", "Factor of each push for its staleness or speed", _SCALE_BUCKETS
         )
         self.apply_seconds = histogram(
-            "psservice_apply_seconds", "Time in which the apply thread applied a push", _SECONDS_BUCKETS
+            "psservice_apply_seconds",
+            "Time of the apply thread for a push; on a GPU, work that is queued there goes on after that",
+            _SECONDS_BUCKETS,
         )
         self.reply_density = histogram("psservice_reply_density", "Density of replies", _DENSITY_BUCKETS)
         self.training = gauge("psservice_training", "1 while there is a model and the run is not over")

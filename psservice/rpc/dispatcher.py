@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import grpc
 import grpc.aio
+import torch
 from google.protobuf.message import Message
 
 from pscore.telemetry import tracing
@@ -150,6 +151,12 @@ class Dispatcher:
             end = partial(context.abort, grpc.StatusCode.CANCELLED, f"the call was cut: {stalled}")
         except (asyncio.CancelledError, grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError):
             raise
+        except torch.AcceleratorError as error:
+            # A GPU's error stays, and every later call would meet it: only another process can recover.
+            try:
+                self._shard.apply_thread.fail(error)
+            except Rejected as refusal:
+                end = partial(context.abort_with_status, to_status(refusal))
         except Exception:
             if context.done() or context.cancelled():
                 return  # the client has gone; nobody waits for an answer

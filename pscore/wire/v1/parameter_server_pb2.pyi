@@ -1547,7 +1547,7 @@ class PushSparseResponse(_message.Message):
     repeated_push: _builtins.bool
     """True if this identity had been applied before; the other fields are those of the first answer."""
     apply_nanoseconds: _builtins.int
-    """How long the apply thread took to apply it, nanoseconds."""
+    """Time of the apply thread for it, nanoseconds; on a GPU, work that is queued there goes on after that."""
     live_workers: _builtins.int
     """Workers alive."""
     run_state: Global___RunState.ValueType

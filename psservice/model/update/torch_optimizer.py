@@ -43,6 +43,8 @@ class TorchOptimizer(UpdateRule):
             pieces = list(self._tensors(group))
             self._pieces += pieces  # an empty group stays: a scheduler may have a number for each
             made.append({**group.options, "params": [tensor for _, tensor in pieces]})
+        edges = [(piece.start - span.start, piece.end - span.start) for piece, _ in self._pieces]
+        self._borders = torch.tensor(edges, dtype=torch.int64).to(theta.device)
         self._optimizer: Optimizer | None = settings.optimizer.make(made) if self._pieces else None
         default = settings.optimizer.rate
         self.rates = tuple(float(group.options.get("lr", default)) for group in groups)
@@ -59,7 +61,7 @@ class TorchOptimizer(UpdateRule):
             self._require_sane(push)
             with self._at_rates(self._optimizer, context.group_rates or self.rates):
                 if self._settings.lazy and push.offsets is not None:
-                    changed = self._step_lazily(self._optimizer, push)
+                    changed = self._step_lazily(self._optimizer, push.offsets, push.values)
                 else:
                     self._step(self._optimizer, push)
                     changed = None
@@ -164,54 +166,62 @@ class TorchOptimizer(UpdateRule):
                 )
 
     def _require_sane(self, push: SparseSlice) -> None:
-        if push.entries and bool(push.values.abs().max() > _LARGEST_GRADIENT):
-            raise Rejected(ErrorCode.NON_FINITE, f"a gradient above {_LARGEST_GRADIENT:g} is not taken")
+        if not push.entries:
+            return
         touched = self._theta[push.offsets] if self._settings.lazy and push.offsets is not None else self._theta
-        if touched.numel() and not bool(touched.abs().max() <= _LARGEST_PARAMETER):
+        least, most, low, high = torch.stack([*push.values.aminmax(), *touched.aminmax()]).tolist()
+        if max(-least, most) > _LARGEST_GRADIENT:
+            raise Rejected(ErrorCode.NON_FINITE, f"a gradient above {_LARGEST_GRADIENT:g} is not taken")
+        if not max(-low, high) <= _LARGEST_PARAMETER:
             raise Rejected(ErrorCode.NON_FINITE, f"a parameter has grown above {_LARGEST_PARAMETER:g}")
 
     def _step(self, optimizer: Optimizer, push: SparseSlice) -> None:
         """Step with the push as the whole gradient, zero where it has no entry."""
+        gradient = push.values
+        if push.offsets is not None:
+            gradient = torch.zeros_like(self._theta)
+            gradient[push.offsets] = push.values
         for span, tensor in self._pieces:
-            part = push.clip(span)
-            if part is not None and part.offsets is None:
-                gradient = part.values
-            else:
-                gradient = torch.zeros_like(tensor).view(-1)
-                if part is not None:
-                    gradient[part.offsets] = part.values
-            tensor.grad = gradient.view(tensor.shape)
+            first = span.start - self._span.start
+            tensor.grad = gradient[first : first + span.length].view(tensor.shape)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    def _step_lazily(self, optimizer: Optimizer, push: SparseSlice) -> ChangedIndices:
+    def _step_lazily(self, optimizer: Optimizer, offsets: torch.Tensor, gradient: torch.Tensor) -> ChangedIndices:
         """Step the sent entries as if they were the whole of their tensors."""
-        touched = []
-        group_of = {id(t): group for group in optimizer.param_groups for t in group["params"]}
-        for span, tensor in self._pieces:
-            part = push.clip(span)
-            if part is None or part.offsets is None:
-                continue
-            offsets, state = part.offsets, optimizer.state[tensor]
-            full = {name for name, value in state.items() if _like(value, tensor)}
-            flat = tensor.view(-1)
-            small = flat[offsets]
-            small.grad = part.values
-            kind: type[Any] = type(optimizer)
-            stand_in: Optimizer = kind([{**group_of[id(tensor)], "params": [small]}])
-            stand_in.state[small] = {n: value.view(-1)[offsets] if n in full else value for n, value in state.items()}
-            stand_in.step()
-            flat[offsets] = small
+        values = self._theta[offsets]
+        bounds = torch.searchsorted(offsets, self._borders).tolist()  # the host waits here, once for all tensors
+        sent = {}
+        for (span, tensor), (first, last) in zip(self._pieces, bounds, strict=True):
+            if first < last:
+                small = values[first:last]
+                small.grad = gradient[first:last]
+                sent[tensor] = small, offsets[first:last] - (span.start - self._span.start)
+        if not sent:
+            return changed_by(None)
+        kind: type[Any] = type(optimizer)
+        stand_in: Optimizer = kind(
+            [
+                {**group, "params": [sent[tensor][0] for tensor in group["params"] if tensor in sent]}
+                for group in optimizer.param_groups
+            ]
+        )
+        for tensor, (small, place) in sent.items():
+            stand_in.state[small] = {
+                name: value.view(-1)[place] if _like(value, tensor) else value
+                for name, value in optimizer.state[tensor].items()
+            }
+        stand_in.step()
+        self._theta[offsets] = values
+        for tensor, (small, place) in sent.items():
+            state = optimizer.state[tensor]
             for name, value in stand_in.state[small].items():
                 if _like(value, small):
-                    state.setdefault(name, torch.zeros_like(tensor)).view(-1)[offsets] = value
+                    state.setdefault(name, torch.zeros_like(tensor)).view(-1)[place] = value
                 else:
                     state[name] = value
-            touched.append(offsets + (span.start - self._span.start))
-        if not touched:
-            return changed_by(None)
-        dtype = offset_dtype(self._span.length)
-        return torch.cat(touched).sort().values.to(dtype)  # groups need not follow the layout
+        touched = sorted((first, last) for first, last in bounds if first < last)  # groups need not follow the layout
+        return torch.cat([offsets[first:last] for first, last in touched]).to(offset_dtype(self._span.length))
 
     def _advance_schedule(self, steps: int) -> None:
         """Step the scheduler, if any; one that is at its end (``OneCycleLR``) leaves the rate where it is."""

@@ -1,15 +1,17 @@
 """The parts of a node that need no other process: which ranks it has, what its leader tells, what is refused."""
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
 import psclient
 from psclient import errors
 from psclient.errors import ConfigurationError, NodeBrokenError, SparsepsError
-from psclient.node.comm import NodeStatus, RemoteError
+from psclient.node.comm import NodeComm, NodeStatus, RemoteError
 from psclient.node.group import leader_settings, node_ranks, unwrap_ddp
 from psclient.report import StepReport, Totals
 from psclient.settings import load
@@ -141,3 +143,23 @@ def test_a_node_that_was_launched_alone_is_not_called_rank_0(alone, monkeypatch)
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "3")
     assert leader_settings(settings, dist.group.WORLD).worker == "job-3"
     assert leader_settings(load(server="host:1", worker="mine"), dist.group.WORLD).worker == "mine"
+
+
+def test_nccl_gets_the_tensors_of_gpus_and_no_others(alone, monkeypatch):
+    """NCCL refuses tensors on the host; here ``meta`` tensors stand for those of several GPUs."""
+    comm, sent = NodeComm(dist.group.WORLD, 10.0), {"group": [], "messages": []}
+
+    def over(name):
+        def broadcast(memory, *_, **options):
+            sent[name].append((memory.device.type, memory.numel()))
+            return SimpleNamespace(wait=lambda: None)
+
+        return broadcast
+
+    monkeypatch.setattr(dist, "broadcast", over("group"))
+    comm._messages = SimpleNamespace(broadcast=over("messages"))
+    sizes = [3, 1 << 15, 5, 7, 1 << 15]
+    tensors = [torch.ones(size, device=("meta", "cpu")[n % 2]) for n, size in enumerate(sizes)]
+    comm.broadcast_tensors(tensors)
+    assert sent["group"] == [("meta", 4 << 15), ("meta", 4 * (3 + 5))]
+    assert sent["messages"] == [("cpu", 4 << 15), ("cpu", 4 * 7)]
