@@ -152,6 +152,6 @@ def _step(
     rows = torch.bucketize(place, torch.from_numpy(ends).to(theta.device), right=True)
     v = squares[place] * factor + values * values * rest
     squares[place] = v / factor
-    root = torch.from_numpy(np.sqrt(v.numpy())) if v.is_cpu else v.sqrt()  # torch's own is not rounded correctly there
+    root = v.double().sqrt().float()  # torch does not round an fp32 root correctly on every processor
     theta[place] = before - torch.from_numpy(rates).to(theta.device)[rows] * values / (root + eps)
     return True
