@@ -10,8 +10,9 @@ from functools import partial
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.synchronous_rounds import RoundSettings
 from psservice.model.update.base import RuleMaker
+from psservice.model.update.delayed_nesterov import DelayedNesterov, Options
 from psservice.model.update.optimizer_settings import TorchSettings
-from psservice.model.update.rmsprop import RMSprop
+from psservice.model.update.rmsprop import RMSprop, settings_of
 from psservice.model.update.subtract import Subtract
 from psservice.model.update.torch_optimizer import TorchOptimizer
 from psservice.model.wagma.schedule import GroupSettings
@@ -19,7 +20,8 @@ from psservice.model.wagma.schedule import GroupSettings
 _RULES: dict[str, Callable[[Mapping[str, str]], RuleMaker]] = {
     "subtract": lambda settings: Subtract,
     "average": lambda settings: Subtract,  # from each worker's own model; see psservice.model.wagma.replicas
-    "rmsprop": lambda settings: partial(RMSprop, TorchSettings.parse(settings)),
+    "delayed_nesterov": lambda settings: partial(DelayedNesterov, Options.parse(settings)),
+    "rmsprop": lambda settings: partial(RMSprop, settings_of(settings)),
     "torch": lambda settings: partial(TorchOptimizer, TorchSettings.parse(settings)),
 }
 

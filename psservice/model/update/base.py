@@ -103,6 +103,15 @@ class UpdateRule(Protocol):
         return {state.kind for state in states} == {self.kind}
 
 
+def import_by_entries(states: Sequence[PortableState], span: Span, into: Mapping[str, torch.Tensor]) -> None:
+    """Write what states of other borders have of ``span`` into tensors, by name and by entry."""
+    for piece in (piece for state in states for piece in state.pieces):
+        common = piece.span.intersect(span)
+        for name, tensor in into.items() if common.length else ():
+            part = piece.state[name][common.start - piece.span.start : common.end - piece.span.start]
+            tensor[common.start - span.start : common.end - span.start] = part
+
+
 RuleMaker = Callable[[ModelLayout, Span, torch.Tensor], UpdateRule]
 """Makes a run's rule for parameters ``theta`` (fp32 ``[span.length]``, changed in place) of a layout's span.
 

@@ -9,7 +9,8 @@ A gradient of zero leaves ``θ`` alone and takes a factor from ``v``. So ``v`` i
 factors of all steps, and a push touches only its entries. The values are torch's but for rounding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,33 +21,54 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.select.kernels.segments import Integers, Reals
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.changelog import ChangedIndices, changed_by, is_compiled
-from psservice.model.update.base import PLAIN, PieceState, PortableState, PushContext, RuleState, UpdateRule
+from psservice.model.update.base import (
+    PLAIN,
+    PieceState,
+    PortableState,
+    PushContext,
+    RuleState,
+    UpdateRule,
+    import_by_entries,
+)
 from psservice.model.update.optimizer_settings import TorchSettings, bad
 
 _LEAST_FACTOR = 2.0**-20  # below it V is multiplied by the factor, and the next factor is 1
-_LEAST_ALPHA = 0.5
+_LEAST_ALPHA, _LEAST_EPS = 0.5, 1e-30
+_DEFAULTS: Mapping[str, Any] = {"alpha": 0.99, "eps": 1e-8}
 _LARGEST_GRADIENT = np.float32(1e15)  # its square over the least factor is finite
 _LARGEST_PARAMETER = np.float32(1e30)  # a step does not take it out of fp32's range
 
 
+def settings_of(method_settings: Mapping[str, str]) -> TorchSettings:
+    """Read the method settings: RMSprop with lr, alpha and eps, and groups with an lr; ``BAD_REQUEST`` for others."""
+    settings = TorchSettings.parse(method_settings)
+    options = {**_DEFAULTS, **settings.optimizer.options}
+    if settings.optimizer.name != "RMSprop" or options.keys() - {"lr", *_DEFAULTS} or settings.scheduler:
+        raise bad("the rule rmsprop is RMSprop with lr, alpha and eps, without a scheduler")
+    if any(own.keys() - {"lr"} for own in _own(settings)):
+        raise bad("a group of the rule rmsprop has a rate of its own, and nothing else")
+    if not _LEAST_ALPHA <= options["alpha"] < 1:
+        raise bad(f"alpha of the rule rmsprop must be from {_LEAST_ALPHA} to below 1, not {options['alpha']!r}")
+    if not options["eps"] >= _LEAST_EPS:
+        raise bad(f"eps of the rule rmsprop must be at least {_LEAST_EPS:g}, not {options['eps']!r}")
+    return settings
+
+
+def _own(settings: TorchSettings) -> list[Mapping[str, Any]]:
+    return [group.options for group in settings.groups]
+
+
 class RMSprop(UpdateRule):
-    """Applies sparse or dense gradients; ``BAD_REQUEST`` where the settings are not of this rule."""
+    """Applies sparse or dense gradients; ``BAD_REQUEST`` where groups name tensors that are not there."""
 
     kind = "rmsprop"
 
     def __init__(self, settings: TorchSettings, layout: ModelLayout, span: Span, theta: torch.Tensor) -> None:
-        options = {"alpha": 0.99, "eps": 1e-8} | dict(settings.optimizer.options)
-        groups = [group.options for group in settings.groups]
-        if settings.optimizer.name != "RMSprop" or options.keys() - {"lr", "alpha", "eps"} or settings.scheduler:
-            raise bad("the rule rmsprop is RMSprop with lr, alpha and eps, without a scheduler")
-        if any(own.keys() - {"lr"} for own in groups):
-            raise bad("a group of the rule rmsprop has a rate of its own, and nothing else")
-        if not _LEAST_ALPHA <= options["alpha"] < 1:
-            raise bad(f"alpha of the rule rmsprop must be from {_LEAST_ALPHA} to below 1, not {options['alpha']!r}")
+        options = {**_DEFAULTS, **settings.optimizer.options}
         self._theta, self._span = theta, span
         self._alpha, self._eps = float(options["alpha"]), np.float32(options["eps"])
         default = settings.optimizer.rate
-        self.rates = tuple(float(own.get("lr", default)) for own in groups) or (default,)
+        self.rates = tuple(float(own.get("lr", default)) for own in _own(settings)) or (default,)
         numbers = np.zeros(len(layout.parameters), np.int64)
         for number, group in enumerate(settings.groups):
             if group.tensors and max(group.tensors) >= numbers.size:
@@ -101,12 +123,7 @@ class RMSprop(UpdateRule):
         """Put ``v`` together from shards with other borders."""
         if not super().import_portable(states):
             return False
-        for piece in (piece for state in states for piece in state.pieces):
-            common = piece.span.intersect(self._span)
-            if common.length:
-                values: torch.Tensor = piece.state["square_avg"]
-                part = values[common.start - piece.span.start : common.end - piece.span.start]
-                self._squares[common.start - self._span.start : common.end - self._span.start] = part
+        import_by_entries(states, self._span, {"square_avg": self._squares})
         self._updates, self._factor = max(state.updates for state in states), 1.0
         return True
 

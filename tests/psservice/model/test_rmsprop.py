@@ -165,6 +165,7 @@ def test_what_would_leave_the_range_of_fp32_changes_nothing(bad, density):
         said(lr=0.1, alpha=0.3),
         said(lr=0.1, alpha=1.0),
         said(lr=0.1, eps=0.0),
+        said(lr=0.1, eps=1e-50),
         said(lr=-1),
         said([{"tensors": [0], "options": {"alpha": 0.9}}], lr=0.1),
         said([{"tensors": [9]}], lr=0.1),
