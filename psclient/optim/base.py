@@ -60,7 +60,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
             default is ``PSCLIENT_SERVER``, then ``"local"``.
         worker: this worker's name; see :class:`~psclient.ClientSettings`.
         overlap: push while backward goes on, and fetch the reply while the next step computes: every gradient is one
-            step staler, and gradients must not be touched between ``backward()`` and ``step()``.
+            step staler. With ``rounds`` the push goes on during backward too, and ``step()`` awaits the round: nothing
+            is staler. Gradients must not be touched between ``backward()`` and ``step()``.
         rounds: train synchronously; the default is to apply each push as it comes.
         on_load: the rule for a model that the script loads into the worker later. The run begins with this model if
             nobody has pushed yet. Afterwards ``"error"`` (the default) raises ``ModelLoadedError``, ``"server"``
