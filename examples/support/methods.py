@@ -148,7 +148,7 @@ def make_optimizer(
         return server_side, STILL
     if name == "ssgd":
         rounds = psclient.Rounds(start_workers=place.workers)
-        synchronous = psclient.SSGD(parameters, **rates, density=density, rounds=rounds, **joined)
+        synchronous = psclient.SSGD(parameters, **rates, density=density, rounds=rounds, **streamed)
         return synchronous, psclient.VersionClock(schedule(synchronous, place.workers), synchronous)
     warmed_up = psclient.schedules.dgc_warmup(max(1, length.steps_per_epoch // place.workers), density)
     made: dict[str, Callable[[], ParameterServerOptimizer]] = {
@@ -160,7 +160,7 @@ def make_optimizer(
             parameters, **rates, density=density if options.no_density_warmup else warmed_up, **streamed
         ),
         "asgd": lambda: psclient.ASGD(parameters, **rates, **streamed),
-        "wagma": lambda: psclient.WAGMA(parameters, **rates, density=density, **joined),
+        "wagma": lambda: psclient.WAGMA(torch.optim.SGD(parameters, **rates), density=density, **joined),
     }
     optimizer = made[name]()
     return optimizer, psclient.VersionClock(schedule(optimizer), optimizer)
