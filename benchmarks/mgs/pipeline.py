@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mgs.pipeline", description=__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--startup-ms", type=float, nargs="+", default=[1.0, 5.0], help="milliseconds a message")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--output", type=Path, default=Path("runs/pipeline"))
     options = parser.parse_args(given)
