@@ -162,11 +162,8 @@ def in_groups(tau: int) -> Callable[[Setup], Made]:
     """Return what makes a WAGMA-SGD optimizer with this period of its global rounds."""
 
     def make(setup: Setup) -> Made:
-        return _scheduled(
-            psclient.WAGMA(
-                setup.model.parameters(), setup.rate, setup.momentum, tau=tau, model=setup.model, **setup.connection
-            )
-        )
+        inner = torch.optim.SGD(setup.model.parameters(), setup.rate, setup.momentum)
+        return Made(psclient.WAGMA(inner, tau=tau, model=setup.model, **setup.connection), inner)
 
     return make
 

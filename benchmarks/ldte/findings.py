@@ -38,11 +38,11 @@ class Finding:
 
     Attributes:
         step: of the run.
-        kind: ``gradient``, or ``residual``: what is selected from.
+        kind: ``gradient``, or ``residual``: what is selected from, the paper's residual gradients.
         tensor: its name; :data:`ALL` for all together.
         elements: how many.
         zeros: share of them that is exactly 0.
-        normal: Wasserstein-1 distance from the normal fit, over the standard deviation; ``None`` where not computed.
+        normal: Wasserstein-1 distance from the normal fit, over the standard deviation.
         laplace: likewise from the Laplace fit.
         thresholds: by density; empty where the vector is too small for the density.
     """
@@ -52,15 +52,13 @@ class Finding:
     tensor: str
     elements: int
     zeros: float
-    normal: float | None
-    laplace: float | None
+    normal: float
+    laplace: float
     thresholds: Sequence[Threshold]
 
     @property
     def ratio(self) -> float:
         """The Laplace fit's distance over the normal one's: below 1 Laplace is nearer."""
-        assert self.laplace is not None
-        assert self.normal is not None
         return self.laplace / self.normal
 
     def plain(self) -> dict[str, Any]:
@@ -75,8 +73,7 @@ class Finding:
 def examine(moment: Moment) -> list[Finding]:
     """Examine every tensor of :data:`~pscore.select.DEFAULT_DENSE_BELOW` elements or more, and all together.
 
-    A vector without two different numbers has no distribution, and is left out. Distances are computed for gradients,
-    thresholds for gradients and residuals.
+    A vector without two different numbers has no distribution, and is left out.
     """
     found: list[Finding | None] = []
     for kind, vectors in (("gradient", moment.gradients), ("residual", moment.accumulated())):
@@ -92,10 +89,8 @@ def _examine(step: int, kind: str, name: str, vector: torch.Tensor) -> Finding |
     ordered = torch.from_numpy(np.sort(array))
     if ordered[0] == ordered[-1]:
         return None
-    normal = laplace = None
-    if kind == "gradient":
-        fit = Normal.of(ordered)
-        normal, laplace = (wasserstein(ordered, each) / fit.scale for each in (fit, Laplace.of(ordered)))
+    fit = Normal.of(ordered)
+    normal, laplace = (wasserstein(ordered, each) / fit.scale for each in (fit, Laplace.of(ordered)))
     zeros = 1 - np.count_nonzero(array) / array.size
     return Finding(step, kind, name, vector.numel(), zeros, normal, laplace, thresholds(np.abs(array)))
 

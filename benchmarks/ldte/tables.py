@@ -1,5 +1,6 @@
 """The tables: how far gradients are from each fit, what LDTE's estimate is worth, what selecting costs."""
 
+import itertools
 from collections.abc import Sequence
 from statistics import median
 
@@ -27,22 +28,22 @@ def name_of(result: Result) -> str:
 def distances(results: Sequence[Result]) -> Table:
     """Compare both fits at the end of each run."""
     rows = []
-    for result in results:
-        tensors, whole = _parted(result.of("gradient", result.job.steps))
+    for result, kind in itertools.product(results, ("gradient", "residual")):
+        tensors, whole = _parted(result.of(kind, result.job.steps))
         rows.append(
             (
-                name_of(result),
+                f"{name_of(result)}, {kind}s",
                 str(len(tensors)),
                 f"{whole.zeros:.0%}",
                 f"{_share_nearer(tensors):.0%}",
-                f"{median(f.normal for f in tensors):.3f}",  # type: ignore[type-var]
-                f"{median(f.laplace for f in tensors):.3f}",  # type: ignore[type-var]
+                f"{median(f.normal for f in tensors):.3f}",
+                f"{median(f.laplace for f in tensors):.3f}",
                 f"{whole.normal:.3f}",
                 f"{whole.laplace:.3f}",
             )
         )
     heads = (
-        "gradients of", "tensors", "zeros", "Laplace nearer", "to normal, median", "to Laplace, median",
+        "", "tensors", "zeros", "Laplace nearer", "to normal, median", "to Laplace, median",
         "all together: to normal", "to Laplace",
     )  # fmt: skip
     return Table("Wasserstein-1 distance to each fit, in standard deviations, at the last step", heads, rows)

@@ -1,4 +1,4 @@
-"""The four models of the MGS-SGD paper as layouts, with the work of backward behind each tensor's gradient."""
+"""The models of the MGS-SGD paper as layouts, with the work of backward behind each tensor's gradient."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -11,6 +11,7 @@ from pscore.model.layout import ModelLayout, TensorSpec
 
 _MARKS = {"conv1": 112, "bn1": 112}
 _STAGES = (0, 56, 28, 14, 7)
+_VGG16 = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ def _resnet_size(name: str) -> int:
 def vgg16() -> PaperModel:
     """VGG-16 on 224² images as torchvision has it, without batch norm: 32 tensors, 138.4 million elements."""
     built, channels, size, index = _Builder(), 3, 224, 0
-    for out, depth in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
+    for out, depth in _VGG16:
         for _ in range(depth):
             built.add(f"features.{index}.weight", (out, channels, 3, 3), size**2)
             channels = built.add(f"features.{index}.bias", (out,), size**2)
@@ -89,7 +90,30 @@ def vgg16() -> PaperModel:
     for number, out in ((0, 4096), (3, 4096), (6, 1000)):
         built.add(f"classifier.{number}.weight", (out, width), 1)
         width = built.add(f"classifier.{number}.bias", (out,), 1)
-    return built.model("VGG-16")
+    return built.model("VGG-16, ImageNet")
+
+
+def make_cifar_vgg16() -> torch.nn.Sequential:
+    """Make VGG-16 for CIFAR-10's 32² images, with batch norm and one linear layer."""
+    layers: list[torch.nn.Module] = []
+    channels = 3
+    for out, depth in _VGG16:
+        for _ in range(depth):
+            layers += [torch.nn.Conv2d(channels, out, 3, padding=1), torch.nn.BatchNorm2d(out), torch.nn.ReLU()]
+            channels = out
+        layers.append(torch.nn.MaxPool2d(2))
+    return torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(channels, 10))
+
+
+def cifar_vgg16() -> PaperModel:
+    """The paper's VGG-16, on 32² images with batch norm: 54 tensors, 14.7 million elements."""
+    built, size = _Builder(), 32
+    for number, layer in enumerate(make_cifar_vgg16()):
+        if isinstance(layer, torch.nn.MaxPool2d):
+            size //= 2
+        for name, parameter in layer.named_parameters():
+            built.add(f"{number}.{name}", tuple(parameter.shape), size**2)
+    return built.model("VGG-16, CIFAR-10")
 
 
 def inception_v4() -> PaperModel:
@@ -172,6 +196,7 @@ def lstm() -> PaperModel:
 
 MODELS: dict[str, Callable[[], PaperModel]] = {
     "resnet50": resnet50,
+    "cifar_vgg16": cifar_vgg16,
     "vgg16": vgg16,
     "inception_v4": inception_v4,
     "lstm": lstm,

@@ -153,7 +153,7 @@ def make_optimizer(
         return server_side, STILL
     if name == "ssgd":
         rounds = psclient.Rounds(start_workers=place.workers)
-        synchronous = psclient.SSGD(parameters, **rates, **size, rounds=rounds, **joined)
+        synchronous = psclient.SSGD(parameters, **rates, **size, rounds=rounds, **streamed)
         return synchronous, psclient.VersionClock(schedule(synchronous, place.workers), synchronous)
     if name == "dgc" and options.density is not None and not options.no_density_warmup:
         size["density"] = psclient.schedules.dgc_warmup(
@@ -166,7 +166,7 @@ def make_optimizer(
         ),
         "dgc": lambda: psclient.DGC(parameters, **rates, **size, **streamed),
         "asgd": lambda: psclient.ASGD(parameters, **rates, budget=options.budget, **streamed),
-        "wagma": lambda: psclient.WAGMA(parameters, **rates, **size, **joined),
+        "wagma": lambda: psclient.WAGMA(torch.optim.SGD(parameters, **rates), **size, **joined),
     }
     optimizer = made[name]()
     return optimizer, psclient.VersionClock(schedule(optimizer), optimizer)

@@ -3,6 +3,7 @@
 A gradient hook submits a group the moment its last gradient is ready; one thread selects, encodes and sends the group.
 At the end of a step a second thread awaits the acknowledgement and fetches the reply, which is applied at the end of
 the *next* step: parameters never change under a forward or backward pass, and each gradient is one step staler.
+In rounds (MGS-SGD, LAGS-SGD as published) a step awaits and applies its own reply: nothing is staler.
 
 ::
 

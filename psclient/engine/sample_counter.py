@@ -67,7 +67,7 @@ class SampleCounter:
             self._warn_once(
                 "a step saw no call of model=, or of a direct submodule, in training mode with a tensor as its input, "
                 "and counts as one sample. Pass the number, step(samples=...); where step() takes none (overlap=True, "
-                "Outer), let model= be a module that the loop calls"
+                "Outer, WAGMA), let model= be a module that the loop calls"
             )
         if warn and vector is not None:
             self._warn_once(

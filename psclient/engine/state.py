@@ -78,7 +78,7 @@ def from_sgd(
     """Return a state of ``torch.optim.SGD`` as one of a method: rates, weight decay, and momentum buffers.
 
     :class:`ConfigurationError` where the state is another optimizer's, or has momentum of another recurrence than
-    ``u = m·u + g`` with the method's ``m`` and ``nesterov``. A state without momentum leaves the method its own.
+    ``u = m·u + g`` with the method's ``m``. A state without momentum leaves the method its own.
     """
     saved = state["param_groups"]
     if not all({"lr", "momentum", "dampening", "nesterov"} <= group.keys() for group in saved):
@@ -92,14 +92,14 @@ def from_sgd(
     memories: dict[int, dict[str, Any]] = {}
     taken = []
     for theirs, ours in zip(saved, groups, strict=True):
-        alike = keeps_momentum and not theirs["dampening"]
-        alike &= (theirs["momentum"], theirs["nesterov"]) == (ours.get("momentum"), ours.get("nesterov", False))
+        alike = keeps_momentum and not (theirs["dampening"] or theirs["nesterov"])
+        alike &= theirs["momentum"] == ours.get("momentum")
         if (theirs["momentum"] and not alike) or theirs.get("maximize"):
             raise ConfigurationError(
                 f"this state of SGD has momentum {theirs['momentum']:g}, dampening {theirs['dampening']:g}, nesterov "
                 f"{theirs['nesterov']} and maximize {theirs.get('maximize')}, and {method!r} as made here does not go "
-                f"on with that: {_MODEL_ALONE}, or go on with psclient.ASGD, SSGD or WAGMA and the same momentum and "
-                "nesterov; none has dampening or maximize"
+                f"on with that: {_MODEL_ALONE}, or go on with psclient.ASGD or SSGD and the same momentum, which have "
+                "no dampening, nesterov or maximize, or with psclient.WAGMA(inner_optimizer, …), which goes on with any"
             )
         for key in theirs["params"]:
             buffer = state["state"].get(key, {}).get("momentum_buffer")

@@ -299,6 +299,10 @@ class Stepper:
     def _overlapped_step(self, overlap: Overlap, found: dict[int, torch.Tensor]) -> None:
         report = self.report = overlap.finish()
         self._pushed.note(found)
+        if self._synchronous:  # nothing is staler: the mean of this step is applied in this step
+            self._await_ack(report, asks=True)
+            self._receive(report)
+            return
         with report.timed("wait"):
             replies = overlap.collect()
         if replies is not None:
@@ -329,6 +333,9 @@ class Stepper:
         except BaseException:
             self._push_pull.abandon()
             raise
+        self._await_ack(report, asks=asks)
+
+    def _await_ack(self, report: StepReport, *, asks: bool) -> None:
         if asks:
             self._push_pull.ask()
         with report.timed("wait"):

@@ -94,7 +94,7 @@ class NodeOptimizer(Optimizer):
             )
         if isinstance(params, Optimizer):
             raise ConfigurationError(
-                "NodeOptimizer takes parameters; psclient.Outer, which takes an optimizer, is not for it"
+                "NodeOptimizer takes parameters; psclient.Outer and WAGMA, which take an optimizer, are not for it"
             )
         module, group = unwrap_ddp(model, group)
         resolved = leader_settings(client_settings.resolve(settings, server, worker), group)

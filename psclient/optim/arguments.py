@@ -60,16 +60,11 @@ def check_params(params: Any) -> Any:
 
 
 def check_mode(overlap: object, rounds: object) -> None:
-    """Raise :class:`ConfigurationError` where one is of another kind, or one makes no sense with the other."""
+    """Raise :class:`ConfigurationError` where one is of another kind."""
     if rounds is not None and not isinstance(rounds, Rounds):
         raise ConfigurationError(f"rounds must be psclient.Rounds(...), not {rounds!r}")
     if not isinstance(overlap, bool):
         raise ConfigurationError(f"overlap= must be True or False, not {overlap!r}")
-    if overlap and rounds is not None:
-        raise ConfigurationError(
-            "overlap=True makes every gradient one step staler, and a synchronous round takes none that is stale; "
-            "leave overlap or rounds out"
-        )
 
 
 def check_step(closure: object, samples: object) -> None:

@@ -63,7 +63,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
             default is ``PSCLIENT_SERVER``, then ``"local"``.
         worker: this worker's name; see :class:`~psclient.ClientSettings`.
         overlap: push while backward goes on, and fetch the reply while the next step computes: every gradient is one
-            step staler, and gradients must not be touched between ``backward()`` and ``step()``.
+            step staler. With ``rounds`` the push goes on during backward too, and ``step()`` awaits the round: nothing
+            is staler. Gradients must not be touched between ``backward()`` and ``step()``.
         rounds: train synchronously; the default is to apply each push as it comes.
         budget: the share of the dense bytes that a push and a reply may take, as ``0.03``, or a :class:`Budget` in
             bytes a second or seconds a step. Chooses density, value type and form of the replies; ``density`` is for

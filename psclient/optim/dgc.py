@@ -36,6 +36,7 @@ class DGC(ParameterServerOptimizer):
         weight_decay: L2 penalty, added to the clipped gradient.
         density: ``ρ``; a number, or a function of the step.
         clip_norm: ``clip``, the bound on the norm of the whole gradient summed over workers; ``None`` for no clipping.
+            ``W`` is the number of live workers in the last answer that this worker has had, and so a step old.
         **connection: see :class:`~psclient.optim.base.ParameterServerOptimizer`.
     """
 

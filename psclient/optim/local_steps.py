@@ -21,8 +21,9 @@ Deltas = dict[int, torch.Tensor]
 class LocalSteps:
     """Runs the steps of ``inner`` on this machine, and pushes after each ``sync_every``; in the worker's thread.
 
-    ``stepper`` pushes ``deltas``, which are filled here and empty between two pushes; ``in_rounds`` the server averages
-    the workers' differences, else it adds them up. ``local_steps`` counts those since the last push.
+    ``stepper`` pushes ``deltas``, which are filled here and empty between two pushes; ``averages``: the server averages
+    the workers' differences or models, else it adds the differences up. ``local_steps`` counts those since the last
+    push.
     """
 
     def __init__(
@@ -35,10 +36,10 @@ class LocalSteps:
         model: TrainedModel,
         groups: ParamGroups,
         *,
-        in_rounds: bool,
+        averages: bool,
     ) -> None:
         self.inner, self.local_steps = inner, 0
-        self._sync_every, self._deltas, self._in_rounds = sync_every, deltas, in_rounds
+        self._sync_every, self._deltas, self._averages = sync_every, deltas, averages
         self._worker, self._stepper, self._model, self._groups = worker, stepper, model, groups
         self._trained_samples = 0  # in the local steps since the last push
         self._retry_guard = PushedGradients()
@@ -58,7 +59,7 @@ class LocalSteps:
     def step(self, samples: int | None, scale: GradientScale) -> None:
         """Take a local step, and after ``sync_every`` of them push."""
         if samples is not None:
-            raise ConfigurationError("Outer counts samples at the calls of model=; leave samples out")
+            raise ConfigurationError("local steps count samples at the calls of model=; leave samples out")
         gradients = self._gradients()
         self._settle()
         if self._retry_guard.matches(gradients):
@@ -165,7 +166,7 @@ class LocalSteps:
         self._deltas.clear()
         self._begin_here()
         live_workers = self._worker.membership.live_workers
-        if not self._in_rounds and live_workers > 1 and not self._warned:
+        if not self._averages and live_workers > 1 and not self._warned:
             self._warned = True
             log.warning(
                 "%d workers push local steps without rounds: the server adds all of them up. If the loss is unsteady, "

@@ -22,8 +22,14 @@ def test_messages_are_counted_wherever_they_are_cut(piece):
 
 
 def test_the_papers_models_have_their_published_sizes():
-    sizes = {name: make().layout.size for name, make in MODELS.items()}
-    assert sizes == {"resnet50": 25_557_032, "vgg16": 138_357_544, "inception_v4": 42_679_816, "lstm": 66_034_000}
+    layouts = {name: make().layout for name, make in MODELS.items()}
+    assert {name: (len(layout.parameters), layout.size) for name, layout in layouts.items()} == {
+        "resnet50": (161, 25_557_032),
+        "cifar_vgg16": (54, 14_728_266),
+        "vgg16": (32, 138_357_544),
+        "inception_v4": (449, 42_679_816),
+        "lstm": (11, 66_034_000),
+    }
 
 
 def test_a_call_through_the_link_waits_for_its_message():

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from pscore.wire.errors import ErrorCode, Rejected
 
@@ -53,15 +54,24 @@ def default_size(workers: int) -> int:
 
 
 def cut(workers: Sequence[str], size: int, iteration: int) -> list[tuple[str, ...]]:
-    """Return the groups of an iteration over sorted workers; ragged where ``W`` is no power of ``size``, at least 2."""
-    digits = 1
-    while size**digits < len(workers):
+    """Return the groups of an iteration over sorted workers: of ``size``, at least 2, where ``W`` is a multiple of it.
+
+    Ranks are numbers of ``J`` digits in base 2, or in base ``size`` where that is no power of two. The digits are
+    rotated, by as many an iteration as the members of a group differ in, and neighbours of the new order are a group.
+    Where ``W`` is no power of the base, the groups begin one rank later each iteration: each worker then meets others.
+    """
+    base, width = (size, 1) if size & (size - 1) else (2, size.bit_length() - 1)
+    digits, count = width, len(workers)
+    while base**digits < count:
         digits += 1
-    weight = size ** (iteration % digits)
-    found: dict[int, list[str]] = {}
-    for rank, worker in enumerate(workers):
-        found.setdefault(rank - rank // weight % size * weight, []).append(worker)
-    return [tuple(group) for group in found.values()]
+    low = base ** (iteration * width % digits)
+    high = base**digits // low
+    order = sorted(range(count), key=lambda rank: rank // low + rank % low * high)
+    first = 0 if count == base**digits else iteration % max(1, count)
+    order = order[first:] + order[:first]
+    groups = -(-count // size)
+    ends = [count * number // groups for number in range(groups + 1)]
+    return [tuple(sorted(workers[rank] for rank in order[start:end])) for start, end in pairwise(ends)]
 
 
 @dataclass(slots=True)

@@ -61,8 +61,6 @@ def make(method=psclient.DGS, **options):
         ({"method": psclient.ServerOptimizer, "optimizer": "SGD", "scheduler": 5}, "scheduler= must be"),
         ({"method": psclient.ServerOptimizer, "optimizer": "SGD", "scheduler": ("StepLR", 3)}, "scheduler= must be"),
         ({"method": psclient.ServerOptimizer, "optimizer": "SGD", "scheduler_every": "x"}, "scheduler_every= must be"),
-        ({"method": psclient.WAGMA, "group_size": "x"}, "group_size must be"),
-        ({"method": psclient.WAGMA, "tau": None}, "tau must be"),
     ],
     ids=lambda given: "-".join(given) if isinstance(given, dict) else "",
 )

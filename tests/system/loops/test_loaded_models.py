@@ -52,7 +52,8 @@ def rounds(model, server, **options):
 
 
 def wagma(model, server, **options):
-    return psclient.WAGMA(model.parameters(), lr=1e-3, model=model, server=server, settings=QUICK, **options)
+    inner = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return psclient.WAGMA(inner, model=model, server=server, settings=QUICK, **options)
 
 
 def outer(model, server, **options):

@@ -56,13 +56,11 @@ def test_a_state_of_another_method_is_refused(saved, loaded):
     [
         lambda mine, **more: psclient.ASGD(mine.parameters(), 1.0, momentum=0.9, **more),
         lambda mine, **more: psclient.SSGD(mine.parameters(), 1.0, momentum=0.9, **more),
-        lambda mine, **more: psclient.WAGMA(mine.parameters(), 1.0, momentum=0.9, nesterov=True, **more),
     ],
-    ids=["asgd", "ssgd", "wagma"],
+    ids=["asgd", "ssgd"],
 )
-def test_sgds_momentum_goes_on_where_it_is_the_same(method, request):
-    nesterov = "wagma" in request.node.name
-    here, local = torchs(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=nesterov)
+def test_sgds_momentum_goes_on_where_it_is_the_same(method):
+    here, local = torchs(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01)
     there = model()
     there.load_state_dict(here.state_dict())
     with method(there, model=there, settings=QUICK) as optimizer:

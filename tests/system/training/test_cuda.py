@@ -47,7 +47,7 @@ def test_every_update_rule_on_a_device_and_after_a_restart(kind, tmp_path):
             sparse = {"density": 0.1, "lazy": True} if kind == "lazy" else {}
             return psclient.ServerOptimizer(m.parameters(), "Adam", {"lr": 0.01}, **sparse, **shared)
         if kind == "wagma":
-            return psclient.WAGMA(m.parameters(), lr=0.05, momentum=0.5, **shared)
+            return psclient.WAGMA(torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.5), **shared)
         rounds = psclient.Rounds() if kind == "rounds" else None
         return psclient.DGS(m.parameters(), lr=0.05, momentum=0.5, density=0.2, rounds=rounds, **shared)
 

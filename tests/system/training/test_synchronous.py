@@ -36,6 +36,12 @@ def train(mine, server, worker, steps, make):
     return mine
 
 
+EAGER = QUICK.model_copy(update={"merge": "elements", "group_elements": 1})
+"""Every tensor is a group of its own, so that with overlap most of a push is sent during backward."""
+
+overlapping_too = pytest.mark.parametrize("overlap", [False, True], ids=["in-line", "overlap"])
+
+
 def in_threads(server, make, workers=WORKERS, steps=STEPS):
     found = {}
     models = [model() for _ in range(workers)]  # here: threads would draw from one generator at the same time
@@ -107,8 +113,9 @@ def test_it_is_what_distributed_data_parallel_does(tmp_path):
         torch.testing.assert_close(mine, theirs[name], rtol=1e-4, atol=1e-5)
 
 
+@overlapping_too
 @pytest.mark.parametrize("kind", ["ssgd", "dgs", "dgc", "gradient_dropping", "asgd"])
-def test_every_method_trains_in_rounds_dense_or_sparse(kind):
+def test_every_method_trains_in_rounds_dense_or_sparse(kind, overlap):
     methods = {
         "ssgd": lambda m, **c: psclient.SSGD(m.parameters(), lr=0.1, density=0.1, **c),
         "dgs": lambda m, **c: psclient.DGS(m.parameters(), lr=0.1, density=0.1, **c),
@@ -118,8 +125,9 @@ def test_every_method_trains_in_rounds_dense_or_sparse(kind):
     }
 
     def make(mine, server, worker):
+        rounds = psclient.Rounds(start_workers=2)
         return methods[kind](
-            mine, model=mine, server=server, worker=worker, rounds=psclient.Rounds(start_workers=2), settings=QUICK
+            mine, model=mine, server=server, worker=worker, rounds=rounds, overlap=overlap, settings=EAGER
         )
 
     def loss_of(one):
@@ -133,10 +141,50 @@ def test_every_method_trains_in_rounds_dense_or_sparse(kind):
     assert loss_of(replicas[0]) < 0.7 * loss_of(model())
 
 
-def test_with_a_backup_worker_the_fast_ones_do_not_wait_and_the_late_update_is_kept():
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize(
+    "method",
+    [
+        lambda m, **c: psclient.SSGD(m.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01, **c),
+        lambda m, **c: psclient.DGS(m.parameters(), lr=0.1, density=0.1, **c),
+        lambda m, **c: psclient.ServerOptimizer(m.parameters(), "Adam", {"lr": 0.01}, density=0.1, **c),
+    ],
+    ids=["dense", "sparse", "adam"],
+)
+def test_a_push_during_backward_leads_to_the_same_bits_as_one_after_it(method, shards):
+    replicas = []
+    for overlap in (False, True):
+
+        def make(mine, server, worker, overlap=overlap):
+            rounds = psclient.Rounds(start_workers=2)
+            settings = EAGER.model_copy(update={"selector": "exact"})
+            optimizer = method(
+                mine, model=mine, server=server, worker=worker, rounds=rounds, overlap=overlap, settings=settings
+            )
+            step = optimizer.step
+
+            def checked():
+                step()
+                assert optimizer.version == optimizer.report.version == optimizer.report.step
+                assert optimizer.report.staleness == optimizer.report.refused == 0
+
+            optimizer.step = checked
+            return optimizer
+
+        with psclient.LocalServer(shards=shards, down_mode="exact") as server:
+            found = in_threads(server.server, make, workers=2, steps=20)
+            for replica in found.values():
+                assert_same_parameters(replica, server.server)
+            replicas.append(found[0])
+    for inline, streamed in zip(*(replica.parameters() for replica in replicas), strict=True):
+        assert torch.equal(inline, streamed)
+
+
+@overlapping_too
+def test_with_a_backup_worker_the_fast_ones_do_not_wait_and_the_late_update_is_kept(overlap):
     with psclient.LocalServer() as server:
         slow, fast = model(), model()
-        make = ssgd(psclient.Rounds(quorum=1), momentum=0.0, weight_decay=0.0)
+        make = ssgd(psclient.Rounds(quorum=1), momentum=0.0, weight_decay=0.0, overlap=overlap, settings=EAGER)
         with make(slow, server.server, "slow") as behind, make(fast, server.server, "fast") as ahead:
             loss = nn.functional.cross_entropy(slow(share(0, 0)[0]), share(0, 0)[1])
             loss.backward()
@@ -159,29 +207,37 @@ def test_with_a_backup_worker_the_fast_ones_do_not_wait_and_the_late_update_is_k
                 torch.testing.assert_close(parameter, was - 0.2 * (late + parameter.grad), rtol=1e-4, atol=1e-6)
 
 
-def a_worker_until_told(server, steps_before_stop, told):
+def a_worker_until_told(server, steps_before_stop, told, overlap):
     torch.set_num_threads(1)
     mine = model()
-    with ssgd(psclient.Rounds(start_workers=2))(mine, server, "mortal") as optimizer:
+    make = ssgd(psclient.Rounds(start_workers=2), overlap=overlap, settings=EAGER)
+    with make(mine, server, "mortal") as optimizer:
         for step in range(1000):
+            if overlap and step == steps_before_stop:  # half of this step's push is sent, and nobody commits it
+                nn.functional.cross_entropy(mine(share(1, step)[0]), share(1, step)[1]).backward()
+                wait_until(lambda: optimizer._push_pull.step == steps_before_stop + 1)
+                told.set()
+                time.sleep(100)
             train_step(mine, optimizer, *share(1, step))
-            if step + 1 == steps_before_stop:
+            if step + 1 == steps_before_stop and not overlap:
                 told.set()
 
 
-def test_a_killed_worker_holds_the_round_up_for_its_lease_and_no_longer():
+@overlapping_too
+def test_a_killed_worker_holds_the_round_up_for_its_lease_and_no_longer(overlap):
     context = mp.get_context("spawn")
     told = context.Event()
-    patient = QUICK.model_copy(update={"patience_seconds": 90.0})  # the other's process has to start
+    patient = EAGER.model_copy(update={"patience_seconds": 90.0})  # the other's process has to start
     with psclient.LocalServer(lease_seconds=1.0) as server:
-        other = context.Process(target=a_worker_until_told, args=(server.server, 3, told), daemon=True)
+        other = context.Process(target=a_worker_until_told, args=(server.server, 3, told, overlap), daemon=True)
         other.start()
 
-        def kill_it(optimizer):
-            if told.is_set() and other.is_alive():
-                os.kill(other.pid, signal.SIGKILL)
-                other.join()
+        def kill_it():  # in a thread: the survivor waits for it in a step
+            told.wait(90)
+            os.kill(other.pid, signal.SIGKILL)
+            other.join()
 
+        threading.Thread(target=kill_it, daemon=True).start()
         deadline = time.monotonic() + 110
         mine = model()
         with ssgd(psclient.Rounds(start_workers=2), settings=patient)(mine, server.server, "survivor") as optimizer:
@@ -189,7 +245,6 @@ def test_a_killed_worker_holds_the_round_up_for_its_lease_and_no_longer():
             while alone < 5:
                 assert time.monotonic() < deadline
                 train_step(mine, optimizer, *share(0, optimizer.report.step))
-                kill_it(optimizer)
                 alone += not other.is_alive()
             assert optimizer.live_workers == 1
             assert_same_parameters(mine, server.server)
@@ -217,34 +272,35 @@ def test_workers_must_agree_on_their_rounds():
                 psclient.DGS(two.parameters(), lr=0.1, model=two, server=server, worker="three", settings=QUICK)
 
 
-def test_rounds_and_overlap_do_not_go_together():
-    mine = model()
-    with pytest.raises(ConfigurationError, match="overlap"):
-        psclient.DGS(mine.parameters(), lr=0.1, model=mine, overlap=True, rounds=psclient.Rounds())
-
-
 @pytest.mark.parametrize("wrong", [{"quorum": -1}, {"seconds": -1.0}, {"seconds": float("inf")}, {"start_workers": 0}])
 def test_rounds_out_of_their_range_are_refused_at_once(wrong):
     with pytest.raises(ConfigurationError):
         psclient.Rounds(**wrong)
 
 
-def test_a_killed_server_comes_back_with_the_open_round(tmp_path):
+@overlapping_too
+def test_a_killed_server_comes_back_with_the_open_round(tmp_path, overlap):
     with psclient.LocalServer(data_dir=tmp_path, lease_seconds=30) as server:
         one, two = model(), model()
-        make = ssgd(psclient.Rounds(start_workers=2))
+        make = ssgd(psclient.Rounds(start_workers=2), overlap=overlap, settings=EAGER)
         with make(one, server.server, "one") as first, make(two, server.server, "two") as second:
             waiting = threading.Thread(target=train_step, args=(one, first, *share(0, 0)), daemon=True)
             waiting.start()
             wait_until(lambda: psclient_status(server).workers[0].pushes == 1)
+            nn.functional.cross_entropy(two(share(1, 0)[0]), share(1, 0)[1]).backward()  # with overlap: is being sent
             server.processes[0].kill()
             server.restart()
-            train_step(two, second, *share(1, 0))
+            second.step()
             waiting.join(30)
             assert not waiting.is_alive()
             assert_same_parameters(one, server.server)
             assert_same_parameters(two, server.server)
             assert first.version == second.version == 1
+            expected = model()
+            optimizer = torch.optim.SGD(expected.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
+            train_step(expected, optimizer, *(torch.cat(parts) for parts in zip(share(0, 0), share(1, 0), strict=True)))
+            for mine, theirs in zip(one.parameters(), expected.parameters(), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
 def psclient_status(server):

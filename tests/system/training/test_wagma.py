@@ -1,10 +1,12 @@
 """WAGMA-SGD with real servers and workers: it trains, waits for nobody but where it should, and survives deaths."""
 
+import copy
 import os
 import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -23,11 +25,13 @@ from tests.system.tools import QUICK, make_data, make_model, train_step
 server, tau = sys.argv[1:3]
 model = make_model(batch_norm=False)
 optimizer = psclient.WAGMA(
-    model.parameters(), lr=0.05, tau=int(tau), model=model, server=server, worker="victim", settings=QUICK)
+    torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), tau=int(tau),
+    model=model, server=server, worker="victim", settings=QUICK)
 while True:
     print(optimizer.report.step, flush=True)
     train_step(model, optimizer, *make_data())
 """
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 IMPATIENT = QUICK.model_copy(update={"patience_seconds": 1.5})
 
 
@@ -47,12 +51,12 @@ def last_step(server, name):
 class Worker:
     """A worker of this process, with data of its own."""
 
-    def __init__(self, server, number=0, **options):
-        options = {"lr": 0.05, "settings": QUICK} | options
+    def __init__(self, server, number=0, inner=SGD, **options):
+        options = {"settings": QUICK} | options
         self.model = make_model(number, batch_norm=False)
         self.data = make_data(number)
         self.optimizer = psclient.WAGMA(
-            self.model.parameters(), model=self.model, server=server, worker=f"w{number}", **options
+            inner(self.model.parameters()), model=self.model, server=server, worker=f"w{number}", **options
         )
 
     def train(self, steps):
@@ -110,14 +114,18 @@ def finish(server, workers):
 
 @pytest.mark.parametrize(
     "options",
-    [{"late": "paper", "shards": 2}, {"density": 0.1, "down_mode": "topk", "nesterov": True}, {"overlap": True}],
+    [
+        {"late": "paper", "shards": 2},
+        {"density": 0.1, "down_mode": "topk", "inner": partial(SGD, nesterov=True)},
+        {"inner": partial(torch.optim.AdamW, lr=0.01), "tau": 5},
+    ],
     ids=lambda options: "-".join(options),
 )
 def test_four_workers_learn_the_task_together(options):
     options = dict(options)
     settings = {key: options.pop(key) for key in ("shards", "down_mode") if key in options}
     with LocalServer(**settings) as server:
-        workers = fleet(server, 4, tau=3, **options)
+        workers = fleet(server, 4, **{"tau": 3} | options)
         all_train(workers, 48)
         assert {worker.optimizer.report.step for worker in workers} == {48}
         if "shards" in settings:  # answered exactly, and the last step was a global one
@@ -176,13 +184,38 @@ class Constant:
         self.gradient = torch.full((5,), float(gradient))
         self.parameter = nn.Parameter(torch.full((5,), 8.0))
         self.optimizer = psclient.WAGMA(
-            [self.parameter], lr=1.0, momentum=0.0, server=server, worker=name, settings=QUICK, **options
+            torch.optim.SGD([self.parameter], lr=1.0), server=server, worker=name, settings=QUICK, **options
         )
 
     def step(self):
         self.parameter.grad = self.gradient.clone()
         self.optimizer.step()
         return self.parameter[0].item()
+
+
+def test_alone_it_is_the_inner_optimizer_whose_state_stays_on_the_worker():
+    here = make_model(batch_norm=False)
+    adam = torch.optim.Adam(here.parameters(), lr=0.01)
+    with LocalServer(down_mode="exact") as server:
+        worker = Worker(server, inner=partial(torch.optim.Adam, lr=0.01))
+        inner, optimizer = worker.optimizer.inner_optimizer, worker.optimizer
+        schedules = [torch.optim.lr_scheduler.StepLR(each, 5, 0.5) for each in (adam, inner)]
+        for _ in range(12):
+            train_step(here, adam, *worker.data)
+            worker.train(1)
+            for schedule in schedules:
+                schedule.step()
+            for mine, expected in zip(worker.model.parameters(), here.parameters(), strict=True):
+                torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+        assert optimizer.param_groups[0]["lr"] == adam.param_groups[0]["lr"] == 0.0025
+        assert not any("exp_avg" in state for state in optimizer.state.values())
+        saved = copy.deepcopy(optimizer.state_dict())  # as torch.save would
+        moments = inner.state_dict()["state"][0]["exp_avg"].clone()
+        train_step(worker.model, optimizer, *worker.data)
+        optimizer.load_state_dict(saved)
+        assert torch.equal(inner.state_dict()["state"][0]["exp_avg"], moments)
+        assert_same_parameters(worker.model, server.server)
+        optimizer.close()
 
 
 @pytest.mark.parametrize(("late", "expected"), [("replace", 8 - (2 + 4) / 2), ("paper", 8 - (2 + 4) / 3)])

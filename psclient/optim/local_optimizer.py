@@ -1,0 +1,107 @@
+"""The optimizer that methods with local steps share: a ``torch.optim`` optimizer steps here, and differences travel."""
+
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch.optim import Optimizer
+
+from psclient.compress.groups import ParamGroups, Rates
+from psclient.engine.step import GradientSource
+from psclient.errors import ConfigurationError
+from psclient.model.module import TrainedModel
+from psclient.optim.arguments import Density, needs_closure
+from psclient.optim.base import ParameterServerOptimizer
+from psclient.optim.local_steps import Deltas, LocalSteps
+
+
+class LocalOptimizer(ParameterServerOptimizer):
+    """Base of the methods that wrap an optimizer: after ``sync_every`` of its steps the difference is pushed.
+
+    ``defaults`` are of the param groups of pushes; ``averages``: the server averages the workers' differences or
+    models, else it adds the differences up.
+    """
+
+    groups_are_agreed: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        inner_optimizer: Optimizer,
+        sync_every: int,
+        defaults: dict[str, Any],
+        density: Density | None,
+        agreed: Mapping[str, str],
+        /,
+        *,
+        averages: bool,
+        **connection: Any,
+    ) -> None:
+        name = type(self).__name__
+        if not isinstance(inner_optimizer, Optimizer):
+            raise ConfigurationError(
+                f"{name} takes an optimizer, not parameters: "
+                f"psclient.{name}(torch.optim.AdamW(model.parameters(), lr=3e-4), ...)"
+            )
+        if needs_closure(type(inner_optimizer)):
+            raise ConfigurationError(
+                f"{type(inner_optimizer).__name__} recomputes the loss within a step, and {name} calls its step() "
+                "without a closure; take an inner optimizer that steps on gradients, as torch.optim.AdamW"
+            )
+        if connection.get("overlap"):
+            raise ConfigurationError(
+                f"overlap=True pushes gradients, and {name} pushes the difference that a local step has made; "
+                "leave it out"
+            )
+        self.inner_optimizer = inner_optimizer
+        self._deltas: Deltas = {}
+        wanted = ("params", "param_names")
+        params = [{key: group[key] for key in wanted if key in group} for group in inner_optimizer.param_groups]
+        super().__init__(params, defaults, density, agreed, **connection)
+        self._outer_groups, self.param_groups = self.param_groups, inner_optimizer.param_groups
+        inner_optimizer.register_load_state_dict_post_hook(partial(_follow, weakref.ref(self)))
+        self._steps = LocalSteps(
+            inner_optimizer,
+            sync_every,
+            self._deltas,
+            self._worker,
+            self._stepper,
+            self._model,
+            self._groups,
+            averages=averages,
+        )
+
+    def sources(self, model: TrainedModel, groups: ParamGroups) -> tuple[GradientSource, Callable[[], Rates]]:
+        """A push has the differences, which carry no rate."""
+        return partial(_among, self._deltas), partial(Rates, 1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of pushes as any method's, and the inner optimizer's under ``inner``.
+
+        Local steps since the last push are not in it: a worker that resumes begins at the server's model.
+        """
+        return super().state_dict() | {"inner": self.inner_optimizer.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load both optimizers' states."""
+        outer = {name: value for name, value in state_dict.items() if name != "inner"}
+        if "inner" not in state_dict:
+            raise ConfigurationError(
+                "this state is another optimizer's: it has no inner; a state of the inner optimizer is for "
+                "optimizer.inner_optimizer.load_state_dict()"
+            )
+        super().load_state_dict(outer)
+        self._groups.assign(self._outer_groups)
+        self.inner_optimizer.load_state_dict(state_dict["inner"])  # and with it the groups
+
+
+def _among(deltas: Deltas, positions: range) -> dict[int, torch.Tensor]:
+    return {position: deltas[position] for position in positions if position in deltas}
+
+
+def _follow(outer: "weakref.ref[LocalOptimizer]", inner: Optimizer) -> None:
+    """Set the groups of an outer optimizer to those that its inner one has loaded."""
+    found = outer()
+    if found is not None:
+        found.param_groups = inner.param_groups
