@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from psclient.optim.momentum_sgd import MomentumSGD as MomentumSGD
     from psclient.optim.outer import Outer as Outer
     from psclient.optim.server_optimizer import ServerOptimizer as ServerOptimizer
-    from psclient.optim.server_rmsprop import ServerRMSprop as ServerRMSprop
+    from psclient.optim.server_optimizer import ServerRMSprop as ServerRMSprop
     from psclient.optim.ssgd import SSGD as SSGD
     from psclient.optim.wagma import WAGMA as WAGMA
     from psclient.report import StepReport as StepReport
@@ -49,8 +49,7 @@ _NAMES = {
     "psclient.optim.gradient_dropping": ("GradientDropping",),
     "psclient.optim.momentum_sgd": ("MomentumSGD",),
     "psclient.optim.outer": ("Outer",),
-    "psclient.optim.server_optimizer": ("ServerOptimizer",),
-    "psclient.optim.server_rmsprop": ("ServerRMSprop",),
+    "psclient.optim.server_optimizer": ("ServerOptimizer", "ServerRMSprop"),
     "psclient.optim.ssgd": ("SSGD",),
     "psclient.optim.wagma": ("WAGMA",),
     "psclient.report": ("StepReport", "Totals", "scalars"),

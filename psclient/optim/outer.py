@@ -33,8 +33,8 @@ class Outer(LocalOptimizer):
     Asynchronous unless ``rounds`` is given: then the ways of several workers are added up, where a round takes their
     mean. The default is for that; DiLoCo has ``("SGD", {"lr": 0.7, "momentum": 0.9, "nesterov": True})`` with
     ``rounds=psclient.Rounds()``. Momentum without rounds is ``("DelayedNesterov", {"lr": 0.7, "momentum": 0.9,
-    "every": W})`` for ``W`` workers (Liu et al., 2024; arXiv 2401.09135): each push counts a ``W``-th at once, and every
-    ``W``-th renews the momentum.
+    "every": W})`` for ``W`` workers (Liu et al., 2024; arXiv 2401.09135): each push counts a ``W``-th at once, and
+    every ``W``-th renews the momentum.
 
     In a training loop it stands where the inner optimizer stood; samples are counted at the calls of ``model``. The
     param groups are the inner optimizer's, so a rate set there is the inner one, and a scheduler may be built on
