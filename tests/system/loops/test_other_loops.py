@@ -3,6 +3,7 @@
 import copy
 import logging
 import re
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
@@ -75,13 +76,13 @@ def into_queue(model):
 
 
 @pytest.mark.parametrize("share", [nn.Module.share_memory, into_queue])
-@pytest.mark.parametrize("method", [psclient.ASGD, psclient.WAGMA, "Outer"])
+@pytest.mark.parametrize("method", [psclient.ASGD, psclient.WAGMA, partial(psclient.Outer, sync_every=2)])
 def test_a_model_in_shared_memory_is_refused_and_a_copy_of_it_is_not(server, share, method):
     def make(model):
         options = {"model": model, "server": server, "settings": QUICK}
-        if method == "Outer":
-            return psclient.Outer(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=2, **options)
-        return method(model.parameters(), lr=0.1, **options)
+        if method is psclient.ASGD:
+            return method(model.parameters(), lr=0.1, **options)
+        return method(torch.optim.SGD(model.parameters(), lr=0.1), **options)
 
     model = make_model()
     share(model)

@@ -14,7 +14,6 @@ METHODS = {
     "dgc": (psclient.DGC, {"lr": 1.0, "density": 1.0}),
     "ssgd": (psclient.SSGD, {"lr": 1.0}),
     "ssgd sparse": (psclient.SSGD, {"lr": 1.0, "density": 0.99}),
-    "wagma": (psclient.WAGMA, {"lr": 1.0}),
     "server optimizer": (psclient.ServerOptimizer, {"optimizer": "SGD", "options": {"lr": 1.0}}),
 }
 

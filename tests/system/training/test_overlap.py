@@ -310,12 +310,13 @@ def test_what_could_not_be_sent_is_sent_by_the_step_after_a_pull_that_failed():
         torch.testing.assert_close(total, held - layer.weight.detach(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("rounds", [None, psclient.Rounds()], ids=["asynchronous", "rounds"])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_step_that_is_called_again_pushes_its_gradient_once(overlap):
+def test_a_step_that_is_called_again_pushes_its_gradient_once(overlap, rounds):
     layer = linear()
     with (
         LocalServer(down_mode="exact", lease_seconds=60) as server,
-        overlapping(layer, server, psclient.ASGD, lr=1.0, settings=QUICK, overlap=overlap) as optimizer,
+        overlapping(layer, server, psclient.ASGD, lr=1.0, settings=QUICK, overlap=overlap, rounds=rounds) as optimizer,
     ):
         for step in range(4):
             layer(torch.ones(1, 50)).sum().backward()
