@@ -35,11 +35,9 @@ def test_two_workers_in_turn_get_the_paper_s_steps_through_a_restart(tmp_path):
             at_home = make_model(batch_norm=False)
             at_home.load_state_dict(model.state_dict())
             local = torch.optim.SGD(at_home.parameters(), lr=0.1)
+            before = flat(model)
             for step in range(2):
                 batch = make_data(seed=10 * turn + step, count=32)
-                before = (
-                    torch.cat([p.detach().reshape(-1).double() for p in model.parameters()]) if not step else before
-                )
                 train_step(at_home, local, *batch)
                 train_step(model, optimizer, *batch)
             s = before - flat(at_home)
