@@ -17,7 +17,8 @@ from pscore.select.kernels.segments import KINDS, Integers, Reals
 
 ROW = np.dtype(
     [
-        *((name, "i8") for name in ("memory", "momentum", "length", "room", "piece", "wanted", "least", "most")),
+        *((name, "i8") for name in ("memory", "momentum", "length", "room", "piece")),
+        *((name, "i8") for name in ("wanted", "least", "most", "fits")),
         *((name, segments.ROW[name]) for name in segments.ROW.names or ()),
         ("masked", "?"),
         ("aligned", "?"),
@@ -27,9 +28,10 @@ ROW = np.dtype(
 """A tensor: the fields of :data:`pscore.select.kernels.segments.ROW`, and more.
 
 Addresses of ``memory`` (0: none) and ``momentum``; elements; ``room``, where its entries start in the output; its first
-piece; entries that are wanted; the least and the most that are accepted. ``masked``: the momentum becomes 0 where an
-entry is taken. ``aligned``: all addresses are multiples of 16. The output has room for the most entries, and for all
-elements of a ``whole`` tensor. A row without a gradient is selected from as it is."""
+piece; entries that are wanted; the least and the most that a search may find; how many fit into its part of the output:
+more are not accepted. ``masked``: the momentum becomes 0 where one of at most ``most`` entries is taken. ``aligned``:
+all addresses are multiples of 16. All elements of a ``whole`` tensor fit. A row without a gradient is selected from as
+it is."""
 
 TARGET = np.dtype([("address", "i8"), ("master", "i8"), ("shift", "i8"), ("kind", "i8")])
 """A tensor that entries are scattered to: its address, that of its fp32 copy (or its own again), the number that is
@@ -192,7 +194,7 @@ class DeviceKernels:
         are; not where equal magnitudes lie on both sides of what is accepted.
         """
         count, is_whole = pieces.rows.size, bool(rows["whole"].all())
-        room = int(rows["room"][-1] + rows["most"][-1])
+        room = int(rows["room"][-1] + rows["fits"][-1])
         with self._stream.entered():
             (table,) = to_device([rows], self._device)
             size = sum(-(-each // 16) * 16 for each in (*3 * (8 * len(rows),), 4 * count, 4 * room, 2 * room))
