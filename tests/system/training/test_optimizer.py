@@ -150,6 +150,16 @@ def test_grad_scaler_skips_what_overflows(server):
     assert optimizer.version == 3
 
 
+def test_grad_scaler_unscales_before_the_selection():
+    w = torch.nn.Parameter(torch.zeros(8))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    with psclient.DGS([w], lr=1.0, density=0.25, momentum=0.0, server="local", settings=QUICK) as optimizer:
+        scaler.scale((w * torch.arange(8.0)).sum()).backward()
+        scaler.step(optimizer)
+        assert w.tolist() == [0, 0, 0, 0, 0, 0, -6, -7]
+        assert optimizer.state_dict()["state"][0]["residual"].tolist() == [0, 1, 2, 3, 4, 5, 0, 0]
+
+
 def test_a_non_finite_gradient_names_its_parameter_and_changes_nothing(server):
     model = make_model(batch_norm=False)
     optimizer = dgs(model, server)
@@ -381,6 +391,19 @@ def test_a_bad_number_of_samples_is_refused_and_the_next_step_works(server, samp
     train_step(model, optimizer, *make_data())
     with pytest.raises(ConfigurationError, match="samples"):
         optimizer.step(samples=samples)
+    train_step(model, optimizer, *make_data())
+    assert optimizer.version == 2
+
+
+def test_a_step_is_no_part_of_a_cuda_graph(server, monkeypatch):
+    model = make_model(batch_norm=False)
+    optimizer = dgs(model, server)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        train_step(model, optimizer, *make_data())  # nobody asks where CUDA is not in use
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        with pytest.raises(ConfigurationError, match="capture forward and backward, and call step"):
+            optimizer.step()
     train_step(model, optimizer, *make_data())
     assert optimizer.version == 2
 
