@@ -59,13 +59,16 @@ class DeviceSegments:
         rows["fits"] = np.where(searched, np.minimum(sizes, ROOM * wanted), sizes)
         rows["room"] = np.cumsum(rows["fits"]) - rows["fits"]
 
-    def launch(self, clip: float, states: Mapping[int, SelectorState]) -> None:
-        """Begin to update and select; ``states`` of the rows that are searched. Nothing waits for the device."""
+    def launch(self, clip: float, states: Mapping[int, SelectorState], unsound: torch.Tensor | None = None) -> None:
+        """Begin to update and select; ``states`` of the rows that are searched. Nothing waits for the device.
+
+        ``unsound``: as of :meth:`~pscore.select.kernels.cuda.DeviceKernels.launch`.
+        """
         self._states = dict(states)
         searched = list(self._states)
         # A ranked tensor has no threshold.
         self.rows["threshold"][searched] = [state.get("threshold", np.inf) for state in self._states.values()]
-        self._pending = self._kernels.launch(self.rows, self._pieces, clip)
+        self._pending = self._kernels.launch(self.rows, self._pieces, clip, unsound)
 
     def wait(self) -> None:
         """Wait for what is under way, if anything is; after an error the tensors are the caller's again."""

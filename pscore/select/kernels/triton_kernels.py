@@ -151,13 +151,18 @@ def _piece(
 
 
 @triton.jit
-def update(rows, pieces, clip, counts, excess, mask, whole, BLOCK: tl.constexpr, PART: tl.constexpr):
+def update(rows, pieces, unsound, clip, counts, excess, mask, whole, BLOCK: tl.constexpr, PART: tl.constexpr):
     """Add ``clip`` times the gradients to the memories, and mark what lies above each row's threshold.
 
     A row without a gradient is only looked through; a ``whole`` one is written to ``whole`` and its memory left alone.
-    Each piece's number of marks goes to ``counts``, the sum of what they exceed the threshold by to ``excess``.
+    Each piece's number of marks goes to ``counts``, the sum of what they exceed the threshold by to ``excess``. Where
+    ``unsound`` is not 0 nothing is marked, and nothing changes.
     """
     number = tl.program_id(0).to(tl.int64)
+    if tl.load(unsound) != 0:
+        tl.store(counts + number, 0)
+        tl.store(excess + number, 0.0)
+        return
     row = rows + tl.load(pieces + 2 * number) * ROW_BYTES
     first = tl.load(pieces + 2 * number + 1)
     if (tl.load(row + ALIGNED) != 0) & (first + BLOCK <= _integer(row, LENGTH)):
