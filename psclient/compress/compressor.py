@@ -78,11 +78,14 @@ class Compressor:
         devices = {parameter.device for parameter in model.parameters if tables}
         self._kernels = {device: found for device in devices if (found := choice.on_device(device)) is not None}
         self._on_kernels = np.array([parameter.device in self._kernels for parameter in model.parameters], bool)
+        self.on_one_device = len(self._kernels) == 1 and bool(self._on_kernels.all())
+        """Whether launches select from all tensors; gradients may be ``unsound`` then, and without them may not."""
 
     def compress(self, group: range, gradients: Gradients, scale: float, report: StepReport) -> Sent:
         """Return what the tensors of a group send that have a gradient (finite), ascending within a device.
 
         Raises:
+            UnsoundError: the gradients are; nothing has changed.
             UpdateOverflowError: gradient times learning rate has left the range of fp32; what had been selected is
                 restored, without the entries concerned.
         """

@@ -62,7 +62,7 @@ class DeviceTable(Filled):
         rows["aligned"] = np.bitwise_or.reduce([rows[name] for name in _ADDRESSES]) % 16 == 0
         states = memories.states_of(self._searched_positions)
         recalls = {row: state.setdefault("recall", {}) for row, state in zip(self._searched, states, strict=True)}
-        self._segments.launch(clip, recalls)
+        self._segments.launch(clip, recalls, gradients.unsound)
 
     def wait(self) -> None:
         """Wait for what is under way, after an error."""

@@ -23,6 +23,7 @@ class Gradients(dict[int, torch.Tensor]):
             mark only.
         on_host: bool ``[m]``.
         kinds: int8 ``[m]``, as in :data:`~pscore.select.kernels.segments.KINDS`; -1 for another dtype.
+        unsound: int32 on a device, not 0 where some norm is not finite; ``None`` where all gradients are known to be.
     """
 
     positions: Integers
@@ -30,6 +31,7 @@ class Gradients(dict[int, torch.Tensor]):
     addresses: Integers
     kinds: NDArray[np.int8]
     on_host: NDArray[np.bool_]
+    unsound: torch.Tensor | None = None
 
     def __init__(self, tensors: Mapping[int, torch.Tensor]) -> None:
         super().__init__(tensors)

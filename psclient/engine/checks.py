@@ -23,8 +23,10 @@ def gather(model: TrainedModel, groups: ParamGroups, positions: range) -> dict[i
     return {n: g for n in inside if (g := parameters[n].grad) is not None}
 
 
-def finite(model: TrainedModel, gradients: Mapping[int, torch.Tensor]) -> Gradients:
+def finite(model: TrainedModel, gradients: Mapping[int, torch.Tensor], *, waits: bool = True) -> Gradients:
     """Return the gradients (by position, ascending) dense, as their memory has them.
+
+    Where it ``waits`` not, those of a device are ``unsound`` at most, which :func:`refuse_unsound` looks into.
 
     Raises:
         NonFiniteGradientError: one is not finite; the first such parameter is named.
@@ -45,6 +47,9 @@ def finite(model: TrainedModel, gradients: Mapping[int, torch.Tensor]) -> Gradie
             f"has a gradient of {found[wrong[0]].numel()} elements, and {model.sizes[wrong[0]]} of its own",
             "leave the size of a gradient alone, or set it to None",
         )
+    if not waits and (found.addresses != 0).all():
+        found.unsound = (~norms(found.values()).isfinite().all()).int()
+        return found
     is_plain = (found.addresses != 0) & found.on_host & (model.layout.size >= COMPILED_FROM)
     row = first_not_finite(*(column[is_plain] for column in (found.addresses, found.kinds, found.sizes)))
     others = found.positions[~is_plain].tolist()
@@ -53,6 +58,13 @@ def finite(model: TrainedModel, gradients: Mapping[int, torch.Tensor]) -> Gradie
     if bad:
         raise NonFiniteGradientError(model.layout.parameters[min(bad)].name)
     return found
+
+
+def refuse_unsound(model: TrainedModel, gradients: Gradients) -> None:
+    """Raise :class:`NonFiniteGradientError`, unless each element is finite and only a norm has overflowed."""
+    gradients.unsound = None
+    if bad := _first_of_any(gradients):
+        raise NonFiniteGradientError(model.layout.parameters[bad[0]].name)
 
 
 def _in_memory(gradient: torch.Tensor) -> torch.Tensor:

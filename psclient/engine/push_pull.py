@@ -4,7 +4,7 @@
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, KeysView, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,6 +14,7 @@ from psclient.buckets.trace import Trace
 from psclient.compress.compressor import Compressor
 from psclient.compress.gradients import Gradients
 from psclient.compress.groups import Rates
+from psclient.compress.table import Sent
 from psclient.errors import from_refusal
 from psclient.report import StepReport
 from psclient.rpc.cluster import Cluster
@@ -66,12 +67,28 @@ class PushPull:
         """Note when the gradients of the open push were ready, by position; not called where all were ready before."""
         self._trace.ready = moments
 
-    def send_gradients(self, report: StepReport, number: int, gradients: Gradients, scale: float) -> None:
-        """Accumulate the gradients of a group (finite, by position) times ``scale``, select, and send the selected."""
+    def selects_before_opening(self, positions: KeysView[int]) -> bool:
+        """Return whether the first group's selection tells if gradients at these positions are sound."""
+        return self._compressor.on_one_device and not positions.isdisjoint(self.groups[0])
+
+    def select(self, report: StepReport, gradients: Gradients, scale: float, number: int = 0) -> Sent:
+        """Accumulate the gradients of a group (by position) times ``scale``, and select."""
+        with report.timed("select"):
+            return self._compressor.compress(self.groups[number], gradients, scale, report)
+
+    def send_gradients(
+        self, report: StepReport, number: int, gradients: Gradients, scale: float, sent: Sent | None = None
+    ) -> None:
+        """Accumulate the gradients of a group (finite, by position) times ``scale``, select, and send the selected.
+
+        ``sent``: what :meth:`select` has selected of this group before the push was opened.
+        """
+        if sent is not None:  # as if it had been after
+            self._trace.opening -= report.seconds["select"]
+            self._trace.begun = time.perf_counter() - report.seconds["select"]
         self._trace.begun = self._trace.begun or time.perf_counter()
         with self._opened_span.active():
-            with report.timed("select"):
-                sent = self._compressor.compress(self.groups[number], gradients, scale, report)
+            sent = sent or self.select(report, gradients, scale, number)
             self._send(report, number, sent.slices)
         self._trace.entries.update(sent.entries)
         self._trace.done[number] = time.perf_counter()
@@ -189,7 +206,11 @@ class PushPull:
 
     def restore(self, parts: Iterable[PushPart]) -> None:
         """Add parts that were not applied to the residuals again."""
-        self._compressor.restore(segment for part in parts for segment in part.segments)
+        self.put_back(segment for part in parts for segment in part.segments)
+
+    def put_back(self, selected: Iterable[SparseSlice]) -> None:
+        """Add entries that were not sent to the residuals again."""
+        self._compressor.restore(selected)
 
 
 def _joined(span: Span, sent: Iterable[SparseSlice]) -> list[SparseSlice]:

@@ -9,8 +9,10 @@ from contextlib import suppress
 
 import torch
 
+from psclient.compress.gradients import Gradients
 from psclient.compress.groups import ParamGroups, Rates
-from psclient.engine.checks import PushedGradients, finite
+from psclient.compress.table import Sent
+from psclient.engine.checks import PushedGradients, finite, refuse_unsound
 from psclient.engine.overlap import Overlap
 from psclient.engine.push_pull import PushPull
 from psclient.engine.sample_counter import SampleCounter
@@ -29,6 +31,7 @@ from psclient.report import StepReport, Totals
 from psclient.rpc.channel import suppress_errors
 from psclient.rpc.cluster import Cluster
 from pscore.names import shown
+from pscore.select.kernels.cuda import UnsoundError
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 log = logging.getLogger("psclient")
@@ -282,19 +285,40 @@ class Stepper:
             log.warning(
                 "step() has found no gradient in any of its parameters: is model= the one that the loop trains?"
             )
-        gradients = finite(self._model, found)
+        gradients = finite(self._model, found, waits=not self._push_pull.selects_before_opening(found.keys()))
         self._await_unacked()  # the answer has the number of live workers
         factor = scale(list(gradients.values()), self._membership.live_workers)
-        report = self.report = self._begin(samples)
-        self._pushed.note(found)  # from the commit on these gradients are pushed, whatever becomes of the reply
+        early, first = StepReport(0), None
+        rates = self._ready()
+        if gradients.unsound is not None:
+            first = self._select(early, gradients, factor)
+            self._pushed.note(found)  # what is not pushed of them is in the residuals
         try:
-            self._push(
-                report, lambda number: self._push_pull.send_gradients(report, number, gradients, factor), asks=True
-            )
+            report = self.report = self._open(self._counted(samples), rates)
+        except BaseException:
+            self._push_pull.put_back([] if first is None else first.slices)
+            raise
+        report.seconds, report.wanted_entries = early.seconds, early.wanted_entries
+        report.selected_entries = early.selected_entries
+        self._pushed.note(found)  # from the commit on these gradients are pushed, whatever becomes of the reply
+
+        def send(number: int) -> None:
+            self._push_pull.send_gradients(report, number, gradients, factor, None if number else first)
+
+        try:
+            self._push(report, send, asks=True)
         except NonFiniteGradientError:
             self._pushed.clear()
             raise
         self._receive(report)
+
+    def _select(self, report: StepReport, gradients: Gradients, factor: float) -> Sent:
+        """Select from the first group; where gradients are not finite, the device has changed nothing."""
+        try:
+            return self._push_pull.select(report, gradients, factor)
+        except UnsoundError:
+            refuse_unsound(self._model, gradients)
+            return self._push_pull.select(report, gradients, factor)
 
     def _overlapped_step(self, overlap: Overlap, found: dict[int, torch.Tensor]) -> None:
         report = self.report = overlap.finish()
@@ -310,14 +334,22 @@ class Stepper:
         overlap.launch(report)
         self._end(report)
 
-    def _begin(self, samples: int | None = None) -> StepReport:
+    def _begin(self) -> StepReport:
         """Open the push of a new step, at the schedule's density, once the last push is answered."""
         self._await_unacked()
+        rates = self._ready()
+        return self._open(self._counted(None), rates)
+
+    def _ready(self) -> Rates:
+        """Set the density of the next step, and return its learning rates."""
         rates = self._rates()
         if self._schedule is not None:
             self._groups.set_density(self._schedule(self._push_pull.step + 1))
+        return rates
+
+    def _counted(self, samples: int | None) -> int:
         counted = self._samples.take(warn=samples is None) if self._samples is not None else 1
-        return self._open(counted if samples is None else samples, rates)
+        return counted if samples is None else samples
 
     def _open(self, samples: int, rates: Rates) -> StepReport:
         self._samples_since_exchange += samples

@@ -196,6 +196,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
     def gradient_scale(self, gradients: Sequence[torch.Tensor], live_workers: int) -> float:
         """Return a factor for all gradients of this step; 1 unless the method clips.
 
+        On a device the gradients may not be finite yet: the step fails then, whatever is returned.
         With ``overlap=True`` nobody asks: the first gradients are sent before the last are known.
         """
         return 1.0

@@ -2,8 +2,8 @@
 
 The rule is that of :func:`pscore.select.warm.warm`, with the same state. Where a tensor's number of entries is not
 accepted, or no threshold is known, a search on the device finds one, for these tensors only; where equal magnitudes lie
-on both sides of ``k`` they are ranked. A threshold is accepted with ``k ± max(k/10, 2·√k)`` entries: chance alone moves
-their number by ``√k``.
+on both sides of ``k`` they are ranked. Of a surplus the ``k`` largest entries stay taken, and one launch puts the rest
+back.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,20 +11,16 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from pscore.select.base import TOLERANCE, SelectorState
+from pscore.select.base import SelectorState, largest
 from pscore.select.inputs import Memory
 from pscore.select.kernels.base import Taken
-from pscore.select.kernels.cuda import ROW, DeviceKernels, Found, Pending
+from pscore.select.kernels.cuda import ROW, TARGET, DeviceKernels, Found, Pending
 from pscore.select.kernels.segments import Integers, Reals
-from pscore.select.warm import predict, rank, warm
+from pscore.select.warm import ROOM, deviation, predict, rank, warm
 
-
-def most_off(wanted: Integers) -> NDArray[np.float64]:
-    """Return by how many entries the number of a tensor may miss those that are wanted."""
-    off: NDArray[np.float64] = np.maximum(TOLERANCE * wanted, 2 * np.sqrt(wanted))
-    return off
+CHANCE = 2
+"""Square roots of ``k`` by which a count may be off, whatever the size: a search costs launches, not passes."""
 
 
 class Selected(NamedTuple):
@@ -55,20 +51,24 @@ class DeviceSegments:
 
     def want(self, wanted: Integers) -> None:
         """Set how many entries are wanted of each row that is ``searched``; the others send all that they have."""
-        rows, slack = self.rows, most_off(wanted)
+        rows, off = self.rows, deviation(wanted, CHANCE)
         searched, sizes = rows["searched"], rows["length"]
         rows["wanted"] = wanted
-        rows["least"] = np.where(searched, np.maximum(1, np.ceil(wanted - slack)), 0)
-        rows["most"] = np.where(searched, np.minimum(sizes, wanted + np.floor(slack)), sizes)
-        rows["room"] = np.cumsum(rows["most"]) - rows["most"]
+        rows["least"] = np.where(searched, np.ceil(wanted - off), 0)
+        rows["most"] = np.where(searched, np.minimum(sizes, wanted + np.floor(off)), sizes)
+        rows["fits"] = np.where(searched, np.minimum(sizes, ROOM * wanted), sizes)
+        rows["room"] = np.cumsum(rows["fits"]) - rows["fits"]
 
-    def launch(self, clip: float, states: Mapping[int, SelectorState]) -> None:
-        """Begin to update and select; ``states`` of the rows that are searched. Nothing waits for the device."""
+    def launch(self, clip: float, states: Mapping[int, SelectorState], unsound: torch.Tensor | None = None) -> None:
+        """Begin to update and select; ``states`` of the rows that are searched. Nothing waits for the device.
+
+        ``unsound``: as of :meth:`~pscore.select.kernels.cuda.DeviceKernels.launch`.
+        """
         self._states = dict(states)
         searched = list(self._states)
         # A ranked tensor has no threshold.
         self.rows["threshold"][searched] = [state.get("threshold", np.inf) for state in self._states.values()]
-        self._pending = self._kernels.launch(self.rows, self._pieces, clip)
+        self._pending = self._kernels.launch(self.rows, self._pieces, clip, unsound)
 
     def wait(self) -> None:
         """Wait for what is under way, if anything is; after an error the tensors are the caller's again."""
@@ -92,6 +92,7 @@ class DeviceSegments:
         found = self._pending.collect()
         self._pending = None
         self._predict(found, np.arange(len(self.rows)))
+        found = self._keep_largest(found)
         parts, counts = [(found.offsets, found.values)], found.taken.copy()
         missed = np.flatnonzero(counts < 0)
         if not missed.size:
@@ -114,12 +115,41 @@ class DeviceSegments:
         order = offsets.argsort(kind="stable")
         return Selected(offsets[order], values[order], counts)
 
+    def _keep_largest(self, found: Found) -> Found:
+        """Put back all but the ``k`` largest entries of each row that has a surplus; of equal ones the first stay.
+
+        The momentum of a masked row, which a surplus leaves alone, becomes 0 where an entry stays taken.
+        """
+        rows, count = self.rows, len(self.rows)
+        has_surplus = found.taken > rows["most"]
+        if not has_surplus.any():
+            return found
+        taken = found.taken.clip(0)
+        of, stays, ends = np.repeat(np.arange(count), taken), np.ones(found.values.size, bool), np.cumsum(taken)
+        for row in np.flatnonzero(has_surplus).tolist():
+            part = slice(ends[row] - taken[row], ends[row])
+            stays[part] = False
+            stays[part][largest(torch.from_numpy(found.values[part]), int(rows["wanted"][row])).numpy()] = True
+        parts = np.flatnonzero(~stays), np.flatnonzero(stays & (has_surplus & rows["masked"])[of])
+        targets = np.zeros(2 * count, TARGET)
+        targets["address"] = np.concatenate([rows["memory"], rows["momentum"]])
+        targets["shift"] = np.tile(-self._starts, 2)
+        self._kernels.scatter(
+            targets,
+            np.concatenate([np.bincount(of[part], minlength=count) for part in parts]),
+            found.offsets[np.concatenate(parts)],
+            np.concatenate([found.values[parts[0]], np.zeros(parts[1].size, np.float32)]),
+            adds=False,
+        )
+        kept = np.where(has_surplus, rows["wanted"], found.taken)
+        return found._replace(offsets=found.offsets[stays], values=found.values[stays], taken=kept)
+
     def _search(self, numbers: Integers) -> Found:
         """Select from some rows, as they are now, at thresholds that are searched for on the device."""
         rows = self.rows[numbers]
         pieces = self._kernels.pieces(rows["length"], self._starts[numbers])
         rows["gradient"], rows["piece"] = 0, pieces.of_rows
-        rows["threshold"] = np.inf
+        rows["threshold"], rows["fits"] = np.inf, rows["most"]
         rows["room"] = np.cumsum(rows["most"]) - rows["most"]
         return self._kernels.launch(rows, pieces, search=True).collect()
 

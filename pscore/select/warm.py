@@ -30,7 +30,7 @@ ROOM = 3  # capacity of the pass, as a multiple of k: a surplus up to there need
 _MOST_PASSES = 8
 _UNTIL_ZERO = 3
 _SMALL_SIZE = 1 << 14  # elements of an input whose count may be off by chance
-_CHANCE = 1.5  # of the square root of k, which is what a count varies by from step to step
+_CHANCE = 1.5  # of such an input, in square roots of k
 _LARGEST_SIZE = 1 << 18  # of a tensor whose threshold one thread searches
 _RULE = ROOM, _SMALL_SIZE, _LARGEST_SIZE, _MOST_PASSES, _UNTIL_ZERO, _LEVEL_GAIN, _DRIFT_GAIN, _RISING
 _LARGEST = float(np.finfo(np.float32).max)
@@ -43,7 +43,8 @@ def warm(inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
     if "ranked" in state:
         return _rank(inputs, k, state, state["ranked"] - 1)
     threshold = state.get("threshold", math.inf)
-    is_small, off = inputs.numel <= _SMALL_SIZE, float(deviation(k, inputs.numel))
+    is_small = inputs.numel <= _SMALL_SIZE
+    off = float(deviation(k, _CHANCE * is_small))
     search = TailSearch(k, off)
     if threshold == math.inf and is_small:
         return rank(inputs, k, state)
@@ -71,13 +72,12 @@ def warm(inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
     return result.taken
 
 
-def deviation(k: Any, size: Any) -> Any:
+def deviation(k: Any, chance: Any) -> Any:
     """Return by how many entries a count may miss ``k`` without a correction; of numbers or of arrays.
 
-    Of a small input this is what a count varies by from step to step, where that is more than the tolerance.
+    That is the tolerance or, where it is more, ``chance`` times ``√k``, which a count varies by from step to step.
     """
-    by_chance = np.minimum(_CHANCE * np.sqrt(k), k - 1)
-    return np.maximum(TOLERANCE * k, by_chance * (size <= _SMALL_SIZE))
+    return np.maximum(TOLERANCE * k, np.minimum(chance * np.sqrt(k), k - 1))
 
 
 class Corrected(NamedTuple):
@@ -118,7 +118,7 @@ def correct(
     from pscore.select.kernels import warm_loops
 
     searched, above, counts = rows["searched"], passed.above, passed.taken
-    off = deviation(wanted, sizes)
+    off = deviation(wanted, _CHANCE * (sizes <= _SMALL_SIZE))
     misses = np.isinf(thresholds) | (above > wanted + off) | ((above < wanted - off) & (thresholds != 0))
     moves = bool((misses & searched).any())
     size = int(np.maximum(counts, searched * (wanted + off + 2).astype(np.int64)).sum()) if moves else 0

@@ -25,7 +25,7 @@ import torch
 from pscore.model.layout import ModelLayout, Span
 from pscore.select import Selector, entries_for
 from pscore.select.base import nothing, take_all
-from pscore.select.device import DeviceSegments, most_off
+from pscore.select.device import CHANCE, DeviceSegments
 from pscore.select.inputs import Memory
 from pscore.select.kernels import device_kernels
 from pscore.select.kernels.base import Taken
@@ -172,8 +172,7 @@ class Table:
         self._rooms = np.where(self.ks < sizes, np.minimum(sizes, _ROOM * (self.ks + reply_loops.WORD)), sizes)
         sampled = np.maximum(sizes // _LEAST_SHARE, np.minimum(_HITS * sizes // self.ks, sizes // _LARGEST_SHARE))
         self._samples = np.where(sizes > _SAMPLED_FROM, sampled // reply_loops.LINE * reply_loops.LINE, sizes)
-        off = np.maximum(deviation(self.ks, sizes), most_off(self.ks))
-        self.entries = int((self.ks + off).sum()) + len(rows)  # sent at most
+        self.entries = int((self.ks + deviation(self.ks, CHANCE)).sum()) + len(rows)  # sent at most
         self.room = self.entries + int(self._rooms.max(initial=0))
 
     def select(self, theta: torch.Tensor, image: torch.Tensor, among: torch.Tensor | None) -> Taken:

@@ -17,7 +17,8 @@ from pscore.select.kernels.segments import KINDS, Integers, Reals
 
 ROW = np.dtype(
     [
-        *((name, "i8") for name in ("memory", "momentum", "length", "room", "piece", "wanted", "least", "most")),
+        *((name, "i8") for name in ("memory", "momentum", "length", "room", "piece")),
+        *((name, "i8") for name in ("wanted", "least", "most", "fits")),
         *((name, segments.ROW[name]) for name in segments.ROW.names or ()),
         ("masked", "?"),
         ("aligned", "?"),
@@ -27,9 +28,10 @@ ROW = np.dtype(
 """A tensor: the fields of :data:`pscore.select.kernels.segments.ROW`, and more.
 
 Addresses of ``memory`` (0: none) and ``momentum``; elements; ``room``, where its entries start in the output; its first
-piece; entries that are wanted; the least and the most that are accepted. ``masked``: the momentum becomes 0 where an
-entry is taken. ``aligned``: all addresses are multiples of 16. The output has room for the most entries, and for all
-elements of a ``whole`` tensor. A row without a gradient is selected from as it is."""
+piece; entries that are wanted; the least and the most that a search may find; how many fit into its part of the output:
+more are not accepted. ``masked``: the momentum becomes 0 where one of at most ``most`` entries is taken. ``aligned``:
+all addresses are multiples of 16. All elements of a ``whole`` tensor fit. A row without a gradient is selected from as
+it is."""
 
 TARGET = np.dtype([("address", "i8"), ("master", "i8"), ("shift", "i8"), ("kind", "i8")])
 """A tensor that entries are scattered to: its address, that of its fp32 copy (or its own again), the number that is
@@ -102,6 +104,10 @@ class Pieces:
         self.table = table.view(torch.int64)
 
 
+class UnsoundError(ArithmeticError):
+    """What was launched has found its input marked as unsound, and has changed nothing."""
+
+
 class Found(NamedTuple):
     """What a selection has found.
 
@@ -135,14 +141,11 @@ class Pending:
 
     def whole(self) -> torch.Tensor:
         """Wait for tensors that are written out; return their values, fp32, one after the other."""
-        self.wait()
-        return self._host
+        return self._arrived()[4]
 
     def collect(self) -> Found:
         """Wait for this selection; return the entries, on the host."""
-        self.wait()
-        sections = _sections(self._host, self._rooms.size, self._pieces.rows.size, self._room)
-        taken, excess, thresholds, counts, values, inner = (section.numpy() for section in sections)
+        taken, excess, thresholds, counts, values, inner = (section.numpy() for section in self._arrived())
         entries = taken.clip(0)
         ends = np.cumsum(entries)
         places = np.arange(ends[-1]) + np.repeat(self._rooms - (ends - entries), entries)
@@ -150,10 +153,20 @@ class Pending:
         offsets = np.repeat(self._pieces.starts, marked) + inner[places]
         return Found(offsets, values[places], taken.copy(), excess.copy(), thresholds.copy())
 
+    def _arrived(self) -> list[torch.Tensor]:
+        self.wait()
+        unsound, *sections = _sections(self._host, self._rooms.size, self._pieces.rows.size, self._room)
+        if unsound.numpy()[0]:
+            raise UnsoundError
+        return sections
+
 
 def _sections(packed: torch.Tensor, rows: int, pieces: int, room: int) -> list[torch.Tensor]:
-    """Return the parts of an output, which one copy brings to the host: those of :class:`Found`, counts of pieces."""
-    parts = (torch.int64, rows), (torch.float64, rows), (torch.float64, rows), (torch.int32, pieces)
+    """Return the parts of an output, which one copy brings to the host, as far as it reaches.
+
+    Whether the input is unsound, what :class:`Found` has of rows, counts of pieces, and entries.
+    """
+    parts = (torch.int32, 1), (torch.int64, rows), (torch.float64, rows), (torch.float64, rows), (torch.int32, pieces)
     sections, start = [], 0
     for dtype, count in (*parts, (torch.float32, room), (torch.int16, room)):
         size = dtype.itemsize * count
@@ -185,19 +198,29 @@ class DeviceKernels:
         """Cut tensors of these sizes, which start there, into pieces."""
         return Pieces(sizes, starts, self._block, self._device)
 
-    def launch(self, rows: NDArray[Any], pieces: Pieces, clip: float = 1.0, *, search: bool = False) -> Pending:
+    def launch(
+        self,
+        rows: NDArray[Any],
+        pieces: Pieces,
+        clip: float = 1.0,
+        unsound: torch.Tensor | None = None,
+        *,
+        search: bool = False,
+    ) -> Pending:
         """Update the rows' tensors, and take what is above their thresholds, or write out those that are whole.
 
         With ``search`` the thresholds are found on the device first, so that the memories' entries are accepted as they
-        are; not where equal magnitudes lie on both sides of what is accepted.
+        are; not where equal magnitudes lie on both sides of what is accepted. ``unsound``, int32 on the device: where
+        it is not 0, nothing changes, and the result is :class:`UnsoundError`.
         """
         count, is_whole = pieces.rows.size, bool(rows["whole"].all())
-        room = int(rows["room"][-1] + rows["most"][-1])
+        room = int(rows["room"][-1] + rows["fits"][-1])
         with self._stream.entered():
             (table,) = to_device([rows], self._device)
-            size = sum(-(-each // 16) * 16 for each in (*3 * (8 * len(rows),), 4 * count, 4 * room, 2 * room))
+            size = sum(-(-each // 16) * 16 for each in (4, *3 * (8 * len(rows),), 4 * count, 4 * room, 2 * room))
             packed = self._empty(size, torch.int8)
-            taken, sums, thresholds, counts, values, inner = _sections(packed, len(rows), count, room)
+            bad, taken, sums, thresholds, counts, values, inner = _sections(packed, len(rows), count, room)
+            bad.fill_(0 if unsound is None else unsound)
             excess, places = self._empty(count, torch.float32), self._empty(count, torch.int64)
             mask = self._empty(count * self._block // 32, torch.int32)
             shape = {"BLOCK": self._block, "num_warps": 8, "enable_fp_fusion": False}
@@ -210,10 +233,10 @@ class DeviceKernels:
                     self._kernels.histogram[(count,)](table, pieces.table, state, bins, **digit, **shape)
                     self._kernels.choose[(len(rows),)](table, state, bins, **digit, num_warps=8)
             self._kernels.update[(count,)](
-                table, pieces.table, float(clip), counts, excess, mask, values, PART=self._part, **shape
+                table, pieces.table, bad, float(clip), counts, excess, mask, values, PART=self._part, **shape
             )
             if is_whole:
-                return Pending(self._stream, values, rows, pieces, room)
+                return Pending(self._stream, packed[: -(-2 * room // 16) * -16], rows, pieces, room)
             self._kernels.settle[(len(rows),)](
                 table, counts, excess, places, taken, sums, thresholds, TILE=_TILE, **shape
             )

@@ -18,10 +18,10 @@ from pscore.select.kernels.cuda import KINDS_BY_NAME, ROW, TARGET
 FLOAT16, BFLOAT16 = tl.constexpr(KINDS_BY_NAME["float16"]), tl.constexpr(KINDS_BY_NAME["bfloat16"])
 # Places of a row's fields, in bytes.
 ROW_BYTES = tl.constexpr(ROW.itemsize)
-MEMORY, MOMENTUM, GRADIENT, PARAMETERS, LENGTH, ROOM, PIECE, WANTED, LEAST, MOST = (
+MEMORY, MOMENTUM, GRADIENT, PARAMETERS, LENGTH, ROOM, PIECE, WANTED, LEAST, MOST, FITS = (
     tl.constexpr(ROW.fields[name][1])
     for name in (
-        "memory", "momentum", "gradient", "parameters", "length", "room", "piece", "wanted", "least", "most"
+        "memory", "momentum", "gradient", "parameters", "length", "room", "piece", "wanted", "least", "most", "fits"
     )
 )  # fmt: skip
 SCALE, DECAY, FACTOR, RETAIN, RATE, UNIT, THRESHOLD, KEEP = (
@@ -151,13 +151,18 @@ def _piece(
 
 
 @triton.jit
-def update(rows, pieces, clip, counts, excess, mask, whole, BLOCK: tl.constexpr, PART: tl.constexpr):
+def update(rows, pieces, unsound, clip, counts, excess, mask, whole, BLOCK: tl.constexpr, PART: tl.constexpr):
     """Add ``clip`` times the gradients to the memories, and mark what lies above each row's threshold.
 
     A row without a gradient is only looked through; a ``whole`` one is written to ``whole`` and its memory left alone.
-    Each piece's number of marks goes to ``counts``, the sum of what they exceed the threshold by to ``excess``.
+    Each piece's number of marks goes to ``counts``, the sum of what they exceed the threshold by to ``excess``. Where
+    ``unsound`` is not 0 nothing is marked, and nothing changes.
     """
     number = tl.program_id(0).to(tl.int64)
+    if tl.load(unsound) != 0:
+        tl.store(counts + number, 0)
+        tl.store(excess + number, 0.0)
+        return
     row = rows + tl.load(pieces + 2 * number) * ROW_BYTES
     first = tl.load(pieces + 2 * number + 1)
     if (tl.load(row + ALIGNED) != 0) & (first + BLOCK <= _integer(row, LENGTH)):
@@ -168,7 +173,7 @@ def update(rows, pieces, clip, counts, excess, mask, whole, BLOCK: tl.constexpr,
 
 @triton.jit
 def settle(rows, counts, excess, places, taken, sums, thresholds, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Accept each row that has marked the entries wanted of it, and give each of its pieces a place.
+    """Accept each row that has marked enough entries, and no more than fit, and give each of its pieces a place.
 
     ``taken`` becomes the number of its entries, or -1 where it is not accepted; ``sums`` the row's excess.
     """
@@ -185,7 +190,7 @@ def settle(rows, counts, excess, places, taken, sums, thresholds, BLOCK: tl.cons
         total += tl.sum(tl.load(excess + first + piece, mask=piece < pieces, other=0.0).to(tl.float64), 0)
     threshold = _real(row, THRESHOLD)
     enough = (above >= _integer(row, LEAST)) | (threshold <= 0)  # at 0 there is no more to be had
-    accepted = enough & (above <= _integer(row, MOST))
+    accepted = enough & (above <= _integer(row, FITS))
     tl.store(taken + number, tl.where(accepted, above, -1))
     tl.store(sums + number, total)
     tl.store(thresholds + number, threshold.to(tl.float64))
@@ -195,7 +200,7 @@ def settle(rows, counts, excess, places, taken, sums, thresholds, BLOCK: tl.cons
 def emit(rows, pieces, counts, places, taken, mask, values, inner, BLOCK: tl.constexpr):
     """Write the marked entries of accepted rows to their rooms, ascending: values, and places within the piece.
 
-    Memories become ``keep·value`` there, and the momentum of a ``masked`` row 0.
+    Memories become ``keep·value`` there, and the momentum of a ``masked`` row without a surplus 0.
     """
     WORDS: tl.constexpr = BLOCK // 32
     piece = tl.program_id(0).to(tl.int64)
@@ -216,7 +221,7 @@ def emit(rows, pieces, counts, places, taken, mask, values, inner, BLOCK: tl.con
     tl.store(values + room + place, x, mask=hit)
     tl.store(inner + room + place, lane.to(tl.int16), mask=hit)
     tl.store(memory + lane, _real(row, KEEP) * x, mask=hit)
-    if tl.load(row + MASKED) != 0:
+    if (tl.load(row + MASKED) != 0) & (tl.load(taken + number) <= _integer(row, MOST)):
         tl.store(_floats(_integer(row, MOMENTUM), first) + lane, tl.zeros_like(x), mask=hit)
 
 

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 pytest.importorskip("triton")
 
-from psclient.compress.gradients import Gradients, norms
-from psclient.engine.checks import finite
+from psclient.compress.gradients import norms
+from psclient.engine.checks import finite, refuse_unsound
 from psclient.errors import NonFiniteGradientError, UpdateOverflowError
 from psclient.model.replica import Replica
 from psclient.optim.asgd import ASGD
@@ -20,7 +20,7 @@ from psclient.report import StepReport
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.select.kernels import cuda
-from pscore.select.kernels.cuda import DeviceKernels
+from pscore.select.kernels.cuda import DeviceKernels, UnsoundError
 from tests.psclient.compress.test_table import HYPER, METHODS, Model, same
 from tests.pscore.kernel_makers import DEVICE, randn
 
@@ -120,6 +120,34 @@ def test_an_update_that_overflows_leaves_finite_memories():
     with pytest.raises(UpdateOverflowError, match="3"):
         model.compress(gradients)
     assert all(bool(memory["residual"].isfinite().all()) for memory in model.memories())
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
+def test_gradients_that_are_not_finite_change_nothing_though_nobody_waits_for_their_check(method):
+    model = made(method, HYPER | {"density": 0.1, "momentum": 0.5}, DeviceKernels(DEVICE, block=2048, part=2048))
+    model.compress(gradients_of(model, 0))
+    before, recalls = on_host(model.memories()), copy.deepcopy([state.get("recall") for state in model.states.values()])
+    gradients = gradients_of(model, 1)
+    gradients[3][5] = float("nan")
+    ready = finite(model.described, gradients, waits=False)
+    with pytest.raises(UnsoundError):
+        model.compressor.compress(range(5), ready, 1.0, StepReport(0))
+    with pytest.raises(NonFiniteGradientError, match="3"):
+        refuse_unsound(model.described, ready)
+    same(on_host(model.memories()), before)
+    assert [state.get("recall") for state in model.states.values()] == recalls
+
+
+def test_a_norm_that_overflows_is_no_reason_to_refuse_finite_gradients():
+    model = made(DGS, HYPER | {"density": 1.0}, DeviceKernels(DEVICE, block=2048, part=2048))
+    gradients = gradients_of(model, 1)
+    gradients[4][0, :] = 3e38
+    ready = finite(model.described, gradients, waits=False)
+    with pytest.raises(UnsoundError):
+        model.compressor.compress(range(5), ready, 1.0, StepReport(0))
+    refuse_unsound(model.described, ready)
+    _, dense = model.compress(ready)
+    assert bool(dense.isfinite().all())
 
 
 def test_all_devices_work_before_the_first_is_waited_for():
@@ -230,7 +258,7 @@ def test_a_warm_step_costs_the_same_calls_for_few_tensors_and_for_many(method, m
                 gradients = {n: torch.zeros_like(p) for n, p in enumerate(model.parameters)}
                 counts = Counts(patch, kernels) if state else None
                 with counts or _disable_current_modes():
-                    ready = finite(model.described, gradients) if counts is None else Gradients(gradients)
+                    ready = finite(model.described, gradients, waits=False)
                     sent = model.compressor.compress(range(count), ready, 1.0, StepReport(0))
                 if counts is not None:
                     parts["select"] = (counts.launches, counts.up, counts.down, counts.fetched, counts.waits)

@@ -20,7 +20,7 @@ TYPES = {
     **dict.fromkeys(("rows", "targets"), "*i8"),
     **dict.fromkeys(("pieces", "places", "taken", "search", "bins", "offsets"), "*i64"),
     **dict.fromkeys(("sums", "thresholds"), "*fp64"),
-    **dict.fromkeys(("counts", "mask"), "*i32"),
+    **dict.fromkeys(("counts", "mask", "unsound"), "*i32"),
     **dict.fromkeys(("excess", "whole", "values"), "*fp32"),
     "inner": "*i16",
     "clip": "fp32",

@@ -95,6 +95,31 @@ def test_accepted_numbers_become_those_of_the_hosts_rule():
     assert state == pytest.approx(own, rel=1e-6)
 
 
+@pytest.mark.parametrize("threshold", [1.1, 1.3])
+def test_of_a_surplus_the_largest_stay_as_on_the_host_and_one_launch_puts_back_the_rest(threshold):
+    """With equal magnitudes; the momentum is cleared where entries stay taken, and only there."""
+    n, k = 3000, 300
+    x, calls = torch.cat([(8 * randn(n)).round() / 8, randn(n, 1)]), []
+    state, own = {"threshold": threshold}, {"threshold": threshold}
+    twins = Twins([n, n], memory=x.clone())
+    twins.want([k, k])
+    twins.rows["masked"], twins.rows["keep"] = [True, False], 0.5
+    kernels, momentum = twins.segments._kernels, twins.momentum.cpu().clone()
+    for name in ("launch", "scatter"):
+        real = getattr(kernels, name)
+        setattr(kernels, name, lambda *a, real=real, name=name, **kw: calls.append(name) or real(*a, **kw))
+    selected = twins.select({0: state, 1: {"threshold": 1.645}})
+    memory = x[:n].clone()
+    taken = warm(Memory(memory, None, 0.5), k, own)
+    assert calls == ["launch", "scatter"]
+    assert selected.counts[0] == taken.offsets.numel() == k
+    np.testing.assert_array_equal(selected.offsets[:k], taken.offsets.numpy())
+    assert same_bits(torch.from_numpy(selected.values[:k]), taken.values)
+    assert same_bits(twins.memory[:n], memory)
+    assert state == pytest.approx(own, rel=1e-6)
+    assert same_bits(twins.momentum, momentum.index_fill(0, taken.offsets, 0.0))
+
+
 def test_momentum_is_cleared_where_a_masked_row_is_taken():
     twins = Twins([500, 500])
     twins.want(twins.sizes, searched=False)

@@ -3,6 +3,7 @@
 import copy
 import io
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import psclient
+from psclient.compress.choice import Choice
 from psclient.engine import worker
 from psclient.errors import (
     ConfigurationError,
@@ -19,7 +21,9 @@ from psclient.errors import (
     SettingsMismatchError,
     WorkerAliveError,
 )
+from psclient.rpc.cluster import Cluster
 from psclient.rpc.local_server import LocalServer
+from pscore.select.kernels.cuda import DeviceKernels
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step
 
 
@@ -150,19 +154,63 @@ def test_grad_scaler_skips_what_overflows(server):
     assert optimizer.version == 3
 
 
-def test_a_non_finite_gradient_names_its_parameter_and_changes_nothing(server):
+def test_grad_scaler_unscales_before_the_selection():
+    w = torch.nn.Parameter(torch.zeros(8))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    with psclient.DGS([w], lr=1.0, density=0.25, momentum=0.0, server="local", settings=QUICK) as optimizer:
+        scaler.scale((w * torch.arange(8.0)).sum()).backward()
+        scaler.step(optimizer)
+        assert w.tolist() == [0, 0, 0, 0, 0, 0, -6, -7]
+        assert optimizer.state_dict()["state"][0]["residual"].tolist() == [0, 1, 2, 3, 4, 5, 0, 0]
+
+
+def select_by_launches(monkeypatch):
+    """The host is a device, in Triton's interpreter."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(worker, "Choice", partial(Choice, on_device=DeviceKernels))
+
+
+def test_on_a_device_nothing_is_lost_or_pushed_twice_where_a_push_does_not_open(server, monkeypatch):
+    select_by_launches(monkeypatch)
+    w = nn.Parameter(torch.zeros(8))
+    optimizer = psclient.DGS([w], lr=1.0, density=1.0, momentum=0.0, server=server, settings=QUICK)
+    w.grad = torch.arange(8.0)
+
+    def refuse(*_):
+        raise OSError("no stream")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Cluster, "open_push", refuse)
+        with pytest.raises(OSError, match="no stream"):
+            optimizer.step()
+    assert torch.equal(optimizer.state_dict()["state"][0]["residual"], w.grad)
+    optimizer.step()
+    optimizer.flush()
+    optimizer.pull()
+    assert torch.equal(w.detach(), -w.grad)
+
+
+@pytest.mark.parametrize("method", [psclient.DGS, psclient.ASGD, psclient.DGC], ids=lambda method: method.__name__)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_non_finite_gradient_names_its_parameter_and_changes_nothing(server, method, on_device, monkeypatch):
+    if on_device:
+        select_by_launches(monkeypatch)
     model = make_model(batch_norm=False)
-    optimizer = dgs(model, server)
+    options = {"momentum": 0.5, "settings": QUICK.model_copy(update={"group_elements": 100, "merge": "elements"})}
+    options |= {"clip_norm": 1.0} if method is psclient.DGC else {}
+    optimizer = method(model.parameters(), lr=0.1, model=model, server=server, **options)
     train_step(model, optimizer, *make_data())
-    before = copy.deepcopy(optimizer.state_dict()["state"])
+    before, samples = copy.deepcopy(optimizer.state_dict()["state"]), optimizer.totals.samples
     model[2].bias.grad[1] = float("nan")
     with pytest.raises(NonFiniteGradientError, match=r"2\.bias") as caught:
         optimizer.step()
     assert caught.value.parameter == "2.bias"
     after = optimizer.state_dict()["state"]
     for key, state in before.items():
-        assert torch.equal(state["residual"], after[key]["residual"])
+        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        assert all(torch.equal(value, after[key][name]) for name, value in tensors.items())
     assert optimizer.version == 1
+    assert optimizer.totals.samples == samples
     train_step(model, optimizer, *make_data())
     assert optimizer.version == 2
 
@@ -381,6 +429,19 @@ def test_a_bad_number_of_samples_is_refused_and_the_next_step_works(server, samp
     train_step(model, optimizer, *make_data())
     with pytest.raises(ConfigurationError, match="samples"):
         optimizer.step(samples=samples)
+    train_step(model, optimizer, *make_data())
+    assert optimizer.version == 2
+
+
+def test_a_step_is_no_part_of_a_cuda_graph(server, monkeypatch):
+    model = make_model(batch_norm=False)
+    optimizer = dgs(model, server)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        train_step(model, optimizer, *make_data())  # nobody asks where CUDA is not in use
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        with pytest.raises(ConfigurationError, match="capture forward and backward, and call step"):
+            optimizer.step()
     train_step(model, optimizer, *make_data())
     assert optimizer.version == 2
 
