@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
 from benchmarks.compare.execute import execute
 from benchmarks.compare.ledger import Ledger
+from benchmarks.compare.methods import METHODS
 from benchmarks.compare.progress import Progress
 from benchmarks.compare.tasks import TASKS
 from benchmarks.evidence import curves, fetch, report
 from benchmarks.evidence.evidence import Evidence
-from benchmarks.evidence.stages import QUICK, SAMPLES, Stage, full
+from benchmarks.evidence.stages import FORMS, QUICK, SAMPLES, Entrant, Stage, full
 from benchmarks.harness import machine
 from benchmarks.report import guide
 from verify.cluster.servers import end_on_sigterm
@@ -49,16 +48,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             print("interrupted; the same command goes on from here", file=sys.stderr)
             return 130
-    Console(width=None if sys.stdout.isatty() else 150).print(report.markdown(facts, evidence), markup=False)
+    print(report.markdown(facts, evidence))
     return 1 if evidence.failures else 0
 
 
 def _stages(options: argparse.Namespace) -> list[Stage]:
+    def chosen(entrants: Sequence[Entrant]) -> tuple[Entrant, ...]:
+        return tuple(
+            each
+            for each in entrants
+            if each.method in (options.methods or (each.method,)) and each.form in (options.forms or (each.form,))
+        )
+
     return [
-        replace(stage, seeds=tuple(options.seeds or stage.seeds), momenta=stage.momenta and not options.rates_only)
+        replace(
+            stage,
+            entrants=chosen(stage.entrants),
+            seeds=tuple(options.seeds or stage.seeds),
+            momenta=stage.momenta and not options.rates_only,
+        )
         for stage in (QUICK if options.quick else full())
         if stage.task in (options.tasks or SAMPLES)
         and stage.workers in (options.workers or (stage.workers,))
+        and chosen(stage.entrants)
         and (options.only is None or stage.simulated == (options.only == "simulated"))
     ]
 
@@ -71,6 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="ten minutes: one small task, 4 workers, 2 seeds")
     parser.add_argument("--only", choices=("simulated", "real"), help="one kind of runs")
     parser.add_argument("--tasks", nargs="+", choices=SAMPLES, metavar="TASK", help=", ".join(SAMPLES))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD", help=", ".join(METHODS))
+    parser.add_argument("--forms", nargs="+", choices=FORMS, metavar="FORM", help="; ".join(FORMS).replace("%", "%%"))
     parser.add_argument("--workers", nargs="+", type=int, metavar="N", help="numbers of workers")
     parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="seeds of the runs that count")
     parser.add_argument("--rates-only", action="store_true", help="search no momentum")

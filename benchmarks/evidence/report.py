@@ -1,7 +1,7 @@
 """The journal as tables that a person reads in a minute, and what they answer."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable
 from statistics import fmean
 from typing import Any
 
@@ -62,8 +62,8 @@ def _tables(runs: Runs, task: str, simulated: bool) -> list[Table]:
             if against_asgd and entrant == ASGD:
                 continue
             cells = [_cell(here, Cell(task, simulated, count), entrant, rival) for count in counts]
-            own = [run for (_, each), seeds in here.items() if each == entrant for run in seeds.values()]
-            found.append((title_of(entrant), *(f"{share:.1%}" for share in _shares(own)), *cells))
+            shares = [_shares(seeds.values()) for (_, each), seeds in here.items() if each == entrant]
+            found.append((title_of(entrant), *map(_range, zip(*shares, strict=True)), *cells))
         return found
 
     return [
@@ -81,11 +81,19 @@ def _cell(runs: Runs, cell: Cell, entrant: Entrant, rival: Entrant | None) -> st
     return words if found is None else f"{words.split(' ±')[0]} ({difference_words(TASKS[cell.task], found)})"
 
 
-def _shares(runs: Sequence[Run] | Any) -> tuple[float, float]:
+def _shares(runs: Iterable[Run]) -> tuple[float, float]:
     """Return the bytes up and down as shares of those of a dense step of every worker."""
-    dense = [4 * _parameters(run.spec.task) * run.spec.steps * run.spec.workers for run in runs]
-    up, down = ([getattr(run.outcome, name) for run in runs] for name in ("up_bytes", "down_bytes"))
-    return tuple(fmean(map(float.__truediv__, map(float, way), map(float, dense))) for way in (up, down))  # type: ignore[return-value]
+    found = [(run.outcome, 4 * _parameters(run.spec.task) * run.spec.steps * run.spec.workers) for run in runs]
+    return (
+        fmean(outcome.up_bytes / dense for outcome, dense in found),
+        fmean(outcome.down_bytes / dense for outcome, dense in found),
+    )
+
+
+def _range(shares: Iterable[float]) -> str:
+    """Write shares with several numbers of workers as one, where they are alike, or as a range."""
+    words = [f"{share:.1%}" for share in sorted(shares)]
+    return words[0] if words[0] == words[-1] else f"{words[0]} to {words[-1]}"
 
 
 @functools.cache

@@ -104,4 +104,5 @@ def full() -> Iterator[Stage]:
             ("text", False),
         ):
             for workers in (8, 4, 16, 1):
-                yield Stage(task, workers, entrants, SAMPLES[task], simulated, momenta=task.endswith("tiny"))
+                alone = _entrants("sgd", "dense") if workers == 1 and entrants is MAIN else ()
+                yield Stage(task, workers, (*alone, *entrants), SAMPLES[task], simulated, momenta=task.endswith("tiny"))

@@ -39,7 +39,7 @@ def evidence(path, stages, do=losses):
 
 def test_the_main_question_is_asked_first():
     stages = list(full())
-    assert all(stage.entrants == MAIN for stage in stages[: len(stages) // 2])
+    assert all(set(stage.entrants) >= set(MAIN) for stage in stages[: len(stages) // 2])
     assert stages[0].simulated
     assert not stages[len(stages) // 2 - 1].simulated
     for stage in stages:
@@ -98,6 +98,17 @@ def test_simulated_workers_are_equally_stale_and_train_alike_each_time():
     assert first.mean_staleness == pytest.approx(2, abs=0.2)
     assert [point[0] for point in first.curve] == [10, 20]
     assert first.curve[-1][1] == pytest.approx(first.up_bytes, rel=0.1)
+
+
+def test_a_real_step_lasts_as_long_as_the_run_says():
+    done = execute(Spec("digits", "dgs", 2, 0, 320, 0.2, 0.3, FORMS["1 %, top-k"], pace=0.05))
+    assert done.seconds >= 10 * 0.05
+    assert done.versions == 20
+
+
+def test_one_node_needs_no_server():
+    spec = Spec("digits", "sgd", 1, 0, 320, 0.2, 0.3, FORMS["dense"], simulated=True, points=1)
+    assert execute(spec).curve[0][1:3] == (0, 0)
 
 
 @pytest.mark.parametrize("method", ["ssgd", "outer_sparse", "adam"])
