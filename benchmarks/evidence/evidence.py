@@ -1,6 +1,7 @@
 """Tuning and runs, stage by stage; what is in the journal is not done again."""
 
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 from benchmarks.compare.campaign import Runner
@@ -13,7 +14,7 @@ from benchmarks.evidence.stages import FORMS, Entrant, Stage
 
 POINTS = 8
 _SEARCH_SEED = 100
-_HOPELESS = 3.0  # standard errors below the dense twin, in the simulator
+_HOPELESS_ERRORS, _HOPELESS_SHARE = 3.0, 0.02  # behind the dense twin in the simulator: both, the latter of its score
 _MOMENTA = 2  # that are tried of a method's
 
 
@@ -76,7 +77,10 @@ class Evidence(Runner):
     def _is_worth(self, stage: Stage, entrant: Entrant) -> bool:
         small = Cell(f"{stage.task.removesuffix('-tiny')}-tiny", True, stage.workers)
         found = None if stage.simulated else difference(self.runs, small, entrant, entrant.twin)
-        if found is None or found.mean is None or found.error is None or found.mean >= -_HOPELESS * found.error:
+        if found is None or found.mean is None or found.error is None or entrant.twin is None:
+            return True
+        score = fmean(run.outcome.score or 0.0 for run in self.runs[small, entrant.twin].values())
+        if found.mean >= -max(_HOPELESS_ERRORS * found.error, _HOPELESS_SHARE * score):
             return True
         title = f"{METHODS[entrant.method].title}, {entrant.form}"
         self.left_out.append(f"{TASKS[stage.task].title}, {stage.workers} workers: {title}")

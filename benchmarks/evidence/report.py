@@ -124,15 +124,23 @@ def _notes(evidence: Evidence) -> list[str]:
 
 def _missing(evidence: Evidence) -> list[str]:
     """Say what was to be run and was not, or not with every seed."""
-    said = []
+    asked: dict[Cell, list[Entrant]] = {}
+    lacking: dict[Cell, list[str]] = {}
     for stage in evidence.stages:
         cell = Cell.of(stage)
-        lacking = [each for each in stage.entrants if len(evidence.runs.get((cell, each), ())) < len(stage.seeds)]
-        if lacking:
-            what = "none of them" if len(lacking) == len(stage.entrants) else ", ".join(map(title_of, lacking))
-            of = "" if what != "none of them" else f" of {len(lacking)} methods and forms"
-            said.append(f"Not run, or not with every seed: {_place(cell)}, {_count(cell)}: {what}{of}.")
-    return said
+        asked.setdefault(cell, []).extend(stage.entrants)
+        few = [each for each in stage.entrants if len(evidence.runs.get((cell, each), ())) < len(stage.seeds)]
+        lacking.setdefault(cell, []).extend(map(title_of, few))
+    nothing: dict[str, list[int]] = {}
+    said = []
+    for cell, titles in lacking.items():
+        if len(titles) == len(asked[cell]):
+            nothing.setdefault(_place(cell), []).append(cell.workers)
+        elif titles:
+            said.append(f"Not run, or not with every seed: {_place(cell)}, {_count(cell)}: {'; '.join(titles)}.")
+    return said + [
+        f"Not run: {place}, with {', '.join(map(str, sorted(counts)))} workers." for place, counts in nothing.items()
+    ]
 
 
 def _place(cell: Cell) -> str:
