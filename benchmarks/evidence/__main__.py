@@ -1,6 +1,7 @@
 """``python -m benchmarks.evidence``: run what the journal has not yet, and report; call it again to go on."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(given)
     end_on_sigterm()  # as Ctrl-C does: what was started is stopped
-    facts = machine.describe(given) | {"command": " ".join(["python -m benchmarks.evidence", *given])}
+    facts = machine.describe(given) | {"command": f"python -m benchmarks.evidence {shlex.join(given)}"}
     stages = _stages(options)
     if options.text is not None:
         fetch.text(options.text)

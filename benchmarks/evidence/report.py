@@ -116,7 +116,10 @@ def _notes(evidence: Evidence) -> list[str]:
         "better and worse are beyond one error. Up and down are shares of the bytes of a dense step of every worker.",
         "Simulated: one process is all workers, in random turns, beside a real server. Real: a process each; a step "
         "lasts as long as the machine needs for one step of all, so that its load makes no staleness.",
-        *(f"Left out, as the simulator has it far behind its dense twin: {words}." for words in evidence.left_out),
+        *(
+            f"Left out, as the simulator has them far behind their dense twins: {'; '.join(evidence.left_out)}."
+            for _ in evidence.left_out[:1]
+        ),
         *_missing(evidence),
         *(f"FAILED: {words}" for words in evidence.failures),
     ]
