@@ -45,10 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"written: {options.output / 'evidence.md'} and {len(drawn)} figures", file=sys.stderr)
 
         try:
-            evidence.run(stages, write)
+            evidence.run(stages, (lambda: None) if options.report else write)
         except KeyboardInterrupt:
             print("interrupted; the same command goes on from here", file=sys.stderr)
             return 130
+    if options.report:
+        write()
     print(report.markdown(facts, evidence))
     return 1 if evidence.failures else 0
 
