@@ -26,12 +26,17 @@ def execute(spec: Spec) -> Outcome:
     if method.kind == "single":
         told = _train(spec, "")
         return _outcome(spec, told, {name: torch.from_numpy(array) for name, array in told[0].state.items()})
-    with server({"down_density": spec.density, **method.server(spec.workers)}) as address:
+    with server(spec.form.server | method.server(spec.workers)) as address:
         told = _train(spec, address)
         return _outcome(spec, told, psclient.download(address))
 
 
 def _train(spec: Spec, address: str) -> list[Told]:
+    seconds = worker.CALL_SECONDS + spec.steps * (spec.workers * _STEP_SECONDS + spec.pace)
+    if spec.simulated:
+        with Child(f"the workers of {spec.method}", worker.take_turns, spec, address) as child:
+            told: list[Told] = child.hear(_START_SECONDS + seconds)
+            return told
     with ExitStack() as stack:
         workers = [
             stack.enter_context(Child(f"worker {number} of {spec.method}", worker.work, spec, number, address))
@@ -41,7 +46,6 @@ def _train(spec: Spec, address: str) -> list[Told]:
             each.hear(_START_SECONDS)
         for each in workers:
             each.tell()
-        seconds = worker.CALL_SECONDS + spec.steps * spec.workers * _STEP_SECONDS
         return [each.hear(seconds) for each in workers]
 
 
@@ -62,4 +66,5 @@ def _outcome(spec: Spec, told: list[Told], state: dict[str, torch.Tensor]) -> Ou
         p99_staleness=torch.quantile(staleness, 0.99).item(),
         refused=sum(each.refused for each in told),
         seconds=max(each.seconds for each in told),
+        curve=[(step, up * spec.workers, down * spec.workers, score) for step, up, down, score in told[0].curve],
     )

@@ -22,15 +22,15 @@ def draw(directory: Path, entries: Sequence[Entry], effects: Sequence[Effect]) -
     written = []
     tasks = [task for task in TASKS.values() if any(entry.task == task.key for entry in entries)]
     if tasks:
-        written.append(_save(_quality(tasks, entries), directory / "compare-workers.png"))
-        written.append(_save(_bytes(tasks, entries), directory / "compare-bytes.png"))
+        written.append(save(_quality(tasks, entries), directory / "compare-workers.png"))
+        written.append(save(_bytes(tasks, entries), directory / "compare-bytes.png"))
     if effects:
-        written.append(_save(_slow(effects), directory / "compare-slow-worker.png"))
+        written.append(save(_slow(effects), directory / "compare-slow-worker.png"))
     return written
 
 
 def _quality(tasks: Sequence[Task], entries: Sequence[Entry]) -> Figure:
-    figure, planes = _frame(len(tasks))
+    figure, planes = frame(len(tasks))
     for task, plane in zip(tasks, planes, strict=True):
         here = [entry for entry in entries if entry.task == task.key and entry.scores is not None]
         served = [entry for entry in here if METHODS[entry.method].kind != "single"]
@@ -45,13 +45,13 @@ def _quality(tasks: Sequence[Task], entries: Sequence[Entry]) -> Figure:
         plane.set_xticks(counts, labels=[str(count) for count in counts])
         plane.xaxis.set_minor_formatter(NullFormatter())
         plane.set_xlabel("workers")
-        _label(plane, task)
+        label(plane, task)
     return _legend(figure, planes)
 
 
 def _bytes(tasks: Sequence[Task], entries: Sequence[Entry]) -> Figure:
     most = max(entry.workers for entry in entries)
-    figure, planes = _frame(len(tasks))
+    figure, planes = frame(len(tasks))
     for task, plane in zip(tasks, planes, strict=True):
         here = [entry for entry in entries if entry.task == task.key and entry.scores is not None]
         for entry in here:
@@ -63,7 +63,7 @@ def _bytes(tasks: Sequence[Task], entries: Sequence[Entry]) -> Figure:
         plane.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         plane.xaxis.set_minor_formatter(NullFormatter())
         plane.set_xlabel(f"MB both ways, {most} workers together")
-        _label(plane, task)
+        label(plane, task)
     return _legend(figure, planes)
 
 
@@ -82,7 +82,7 @@ def _slow(effects: Sequence[Effect]) -> Figure:
     return figure
 
 
-def _frame(count: int) -> tuple[Figure, list[Axes]]:
+def frame(count: int) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(5.2 * count + 0.4, 4.8), layout="constrained")
     return figure, list(figure.subplots(1, count, squeeze=False)[0])
 
@@ -111,7 +111,7 @@ def _single(plane: Axes, task: Task, entries: Sequence[Entry]) -> None:
             plane.axhline(entry.scores.mean, color="#333333", linestyle="--", label=METHODS[entry.method].title)
 
 
-def _label(plane: Axes, task: Task) -> None:
+def label(plane: Axes, task: Task) -> None:
     plane.set_title(task.title, fontsize=10)
     plane.set_ylabel("test accuracy" if task.higher_is_better else "test loss, nats a byte (lower is better)")
     if task.higher_is_better:
@@ -126,7 +126,7 @@ def _legend(figure: Figure, planes: Sequence[Axes]) -> Figure:
     return figure
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save(figure: Figure, path: Path) -> Path:
     FigureCanvasAgg(figure)
     figure.savefig(path, dpi=_DOTS_AN_INCH)
     return path

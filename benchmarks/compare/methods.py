@@ -69,6 +69,11 @@ class Method:
     rate_scale: float = 1.0
     server: Callable[[int], dict[str, object]] = field(default=lambda workers: {})
 
+    @property
+    def waits(self) -> bool:
+        """Tell whether its workers wait for one another."""
+        return self.kind == "synchronous" or self.key == "wagma"
+
 
 def _scheduled(optimizer: torch.optim.Optimizer) -> Made:
     return Made(optimizer, optimizer)
@@ -126,36 +131,49 @@ def in_rounds(rounds: psclient.Rounds) -> Callable[[Setup], Made]:
     return make
 
 
-def _server_rmsprop(setup: Setup) -> Made:
-    """The server has the schedule: the same rise and fall, by versions."""
-    versions = setup.steps * setup.workers
-    rise = max(1, versions // 10)
-    schedule = (
-        "SequentialLR",
-        {"milestones": [rise]},
-        [
-            ("LinearLR", {"start_factor": 1 / rise, "total_iters": rise}),
-            ("CosineAnnealingLR", {"T_max": max(1, versions - rise)}),
-        ],
-    )
-    optimizer = psclient.ServerOptimizer(
-        setup.model.parameters(),
-        "RMSprop",
-        {"lr": setup.rate, "momentum": setup.momentum},
-        scheduler=schedule,
-        density=setup.density,
-        model=setup.model,
-        **setup.connection,
-    )
-    return Made(optimizer, None)
+def _on_server(name: str, options: Callable[[Setup], dict[str, Any]]) -> Callable[[Setup], Made]:
+    """Return what makes one of torch's optimizers on the server; it has the schedule: the same rise and fall."""
+
+    def make(setup: Setup) -> Made:
+        versions = setup.steps * setup.workers
+        rise = max(1, versions // 10)
+        schedule = (
+            "SequentialLR",
+            {"milestones": [rise]},
+            [
+                ("LinearLR", {"start_factor": 1 / rise, "total_iters": rise}),
+                ("CosineAnnealingLR", {"T_max": max(1, versions - rise)}),
+            ],
+        )
+        optimizer = psclient.ServerOptimizer(
+            setup.model.parameters(),
+            name,
+            options(setup),
+            scheduler=schedule,
+            density=setup.density,
+            model=setup.model,
+            **setup.connection,
+        )
+        return Made(optimizer, None)
+
+    return make
 
 
-def _outer(setup: Setup) -> Made:
-    inner = torch.optim.SGD(setup.model.parameters(), setup.rate, setup.momentum)
-    optimizer = psclient.Outer(
-        inner, DILOCO, sync_every=OUTER_PERIOD, rounds=psclient.Rounds(), model=setup.model, **setup.connection
-    )
-    return Made(optimizer, inner)
+def _outer(sparse: bool) -> Callable[[Setup], Made]:
+    def make(setup: Setup) -> Made:
+        inner = torch.optim.SGD(setup.model.parameters(), setup.rate, setup.momentum)
+        optimizer = psclient.Outer(
+            inner,
+            DILOCO,
+            sync_every=OUTER_PERIOD,
+            density=setup.density if sparse else 1.0,
+            rounds=psclient.Rounds(),
+            model=setup.model,
+            **setup.connection,
+        )
+        return Made(optimizer, inner)
+
+    return make
 
 
 def in_groups(tau: int) -> Callable[[Setup], Made]:
@@ -190,8 +208,25 @@ METHODS = {
             server=lambda workers: {"delay_compensation": 0.04, "ledger_multiple": 4.0 * workers},
         ),
         Method("ssgd", "SSGD", in_rounds(psclient.Rounds()), kind="synchronous"),
-        Method("rmsprop", "RMSprop on the server", _server_rmsprop, momenta=(0.0, 0.3, 0.6), rate_scale=0.01),
-        Method("outer", f"Outer, {OUTER_PERIOD} local steps", _outer, kind="synchronous"),
+        Method(
+            "rmsprop",
+            "RMSprop on the server",
+            _on_server("RMSprop", lambda setup: {"lr": setup.rate, "momentum": setup.momentum}),
+            momenta=(0.0, 0.3, 0.6),
+            rate_scale=0.01,
+        ),
+        Method(
+            "adam",
+            "Adam on the server",  # its first moment is a mean, which makes no step longer
+            _on_server(
+                "Adam",
+                lambda setup: {"lr": setup.rate / (1 - setup.momentum), "betas": [float(setup.momentum), 0.99]},
+            ),
+            momenta=(0.0, 0.5),
+            rate_scale=0.01,
+        ),
+        Method("outer", f"Outer, {OUTER_PERIOD} local steps", _outer(sparse=False), kind="synchronous"),
+        Method("outer_sparse", f"Outer, {OUTER_PERIOD} local steps, sparse", _outer(sparse=True), kind="synchronous"),
         Method("wagma", "WAGMA-SGD", in_groups(tau=10)),
     )
 }

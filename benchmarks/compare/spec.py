@@ -1,11 +1,33 @@
 """What one run is, and what came of it: both as plain JSON, so that a run that was done is never done again."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.compare.methods import METHODS
 from benchmarks.compare.tasks import TASKS
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a sparse method sends and gets; a dense one takes no notice.
+
+    Attributes:
+        density: share of the entries of a large tensor, in a push and in a top-k reply.
+        values: how pushed values travel.
+        replies: ``auto``, ``exact`` or ``topk``.
+        down_values: how the values of a top-k reply travel.
+    """
+
+    density: float
+    values: str = "fp32"
+    replies: str = "auto"
+    down_values: str = "fp32"
+
+    @property
+    def server(self) -> dict[str, object]:
+        """Settings of the server."""
+        return {"down_density": self.density, "down_mode": self.replies, "down_value_type": self.down_values}
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +42,11 @@ class Spec:
         samples: of all workers together.
         rate: effective learning rate, ``lr / (1 - momentum)``.
         momentum: of the method.
-        density: share of the entries that a sparse method sends.
+        form: what a sparse method sends.
         validation: the model is measured on the data to choose settings by, not on the test data.
+        pace: seconds that a worker's step lasts at least, so that the machine's load makes no staleness.
+        simulated: one process holds all workers, which take turns at random.
+        points: how often the first worker's model is measured on the way.
     """
 
     task: str
@@ -31,8 +56,11 @@ class Spec:
     samples: int
     rate: float
     momentum: float
-    density: float
+    form: Form
     validation: bool = False
+    pace: float = 0.0
+    simulated: bool = False
+    points: int = 0
 
     @property
     def key(self) -> str:
@@ -42,7 +70,7 @@ class Spec:
     @property
     def expected_seconds(self) -> float:
         """Guess how long it takes."""
-        return TASKS[self.task].expected_seconds * self.samples / 1000
+        return max(TASKS[self.task].expected_seconds * self.samples / 1000, self.steps * self.pace)
 
     @property
     def steps(self) -> int:
@@ -68,6 +96,7 @@ class Outcome:
         p99_staleness: 99 of 100 steps were no staler.
         refused: parts of pushes that the server did not take, and that went back into the residual.
         seconds: from the first step until the last worker was done.
+        curve: of the first worker's model on the way: steps, bytes up and down of all workers, and the score.
     """
 
     score: float | None
@@ -79,6 +108,7 @@ class Outcome:
     p99_staleness: float
     refused: int
     seconds: float
+    curve: list[tuple[int, int, int, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,4 +122,4 @@ class Run:
     @classmethod
     def of(cls, plain: dict[str, Any]) -> "Run":
         """Read what :meth:`plain` wrote."""
-        return cls(Spec(**plain["spec"]), Outcome(**plain["outcome"]))
+        return cls(Spec(**plain["spec"] | {"form": Form(**plain["spec"]["form"])}), Outcome(**plain["outcome"]))

@@ -31,7 +31,7 @@ def quality(entries: Sequence[Entry]) -> list[Table]:
     for task in TASKS.values():
         rows = [_row(task, entry) for entry in entries if entry.task == task.key]
         if rows:
-            heads = tuple(_metric(task) if head == "metric" else head for head in _HEADS)
+            heads = tuple(metric_words(task) if head == "metric" else head for head in _HEADS)
             found.append(Table(f"{task.title}: the server's model after the same number of samples", heads, rows))
     return found
 
@@ -43,7 +43,7 @@ def differences(pairings: Sequence[Pairing]) -> list[Table]:
     for task in TASKS.values():
         here = [pairing for pairing in pairings if pairing.task == task.key]
         counts = sorted({pairing.workers for pairing in here})
-        cells = {(pairing.rival, pairing.workers): _difference(task, pairing.difference) for pairing in here}
+        cells = {(pairing.rival, pairing.workers): difference_words(task, pairing.difference) for pairing in here}
         rows = [
             (METHODS[rival].title, *(cells.get((rival, count), "–") for count in counts))
             for rival in METHODS
@@ -51,7 +51,7 @@ def differences(pairings: Sequence[Pairing]) -> list[Table]:
         ]
         if rows:
             heads = ("rival", *(f"{count} worker{'s' if count > 1 else ''}" for count in counts))
-            title = f"{task.title}: by how much {subject} is better, {_metric(task)}, ± one paired standard error"
+            title = f"{task.title}: by how much {subject} is better, {metric_words(task)}, ± one paired standard error"
             found.append(Table(title, heads, rows))
     return found
 
@@ -98,7 +98,7 @@ def _row(task: Task, entry: Entry) -> tuple[str, ...]:
     return (
         METHODS[entry.method].title,
         f"{entry.workers}",
-        _score(task, entry.scores) + (f" ({entry.diverged} diverged)" if entry.diverged else ""),
+        score_words(task, entry.scores) + (f" ({entry.diverged} diverged)" if entry.diverged else ""),
         f"{entry.choice.rate:.2g}",
         f"{entry.choice.momentum:g}",
         f"{entry.up_bytes / 1e6:.1f}" if served else "–",
@@ -110,17 +110,17 @@ def _row(task: Task, entry: Entry) -> tuple[str, ...]:
     )
 
 
-def _metric(task: Task) -> str:
+def metric_words(task: Task) -> str:
     return "test accuracy, %" if task.higher_is_better else "test loss, nats a byte"
 
 
-def _score(task: Task, scores: Spread | None) -> str:
+def score_words(task: Task, scores: Spread | None) -> str:
     if scores is None:
         return "–"
     return f"{_number(task, scores.mean)} ± {_number(task, scores.deviation)}"
 
 
-def _difference(task: Task, difference: Difference) -> str:
+def difference_words(task: Task, difference: Difference) -> str:
     if difference.mean is None:
         return f"diverged, {difference.verdict}"
     sign = "+" if difference.mean >= 0 else "−"

@@ -3,7 +3,7 @@
 from benchmarks.compare.campaign import Campaign
 from benchmarks.compare.ledger import Ledger
 from benchmarks.compare.plan import Plan
-from benchmarks.compare.spec import Outcome, Run, Spec
+from benchmarks.compare.spec import Form, Outcome, Run, Spec
 
 SMALL = Plan(
     quick=True,
@@ -40,7 +40,7 @@ def outcome(score=0.9, loss=0.3, **others):
 
 
 def run(method="dgs", workers=4, seed=0, task="digits", **results):
-    return Run(Spec(task, method, workers, seed, 640, 0.3, 0.6, 0.01), outcome(**results))
+    return Run(Spec(task, method, workers, seed, 640, 0.3, 0.6, Form(0.01)), outcome(**results))
 
 
 def campaign(path, do, plan=SMALL):

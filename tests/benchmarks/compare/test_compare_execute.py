@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from benchmarks.compare.execute import execute
-from benchmarks.compare.spec import Spec
+from benchmarks.compare.spec import Form, Spec
 from benchmarks.compare.worker import _decay
 
 
 @pytest.mark.parametrize(("method", "workers"), [("sgd", 1), ("dgs", 2)])
 def test_a_run_trains_and_counts(method, workers):
-    outcome = execute(Spec("digits", method, workers, 0, 1920, 0.3, 0.6, 0.1))
+    outcome = execute(Spec("digits", method, workers, 0, 1920, 0.3, 0.6, Form(0.1)))
     assert outcome.score > 0.5
     assert outcome.loss < 1.6
     assert outcome.versions == 120
@@ -25,7 +25,7 @@ def test_a_run_trains_and_counts(method, workers):
 
 
 def test_a_run_that_diverges_is_one_without_a_score():
-    outcome = execute(Spec("digits", "sgd", 1, 0, 640, 1e25, 0.6, 0.1))
+    outcome = execute(Spec("digits", "sgd", 1, 0, 640, 1e25, 0.6, Form(0.1)))
     assert outcome.score is None
 
 

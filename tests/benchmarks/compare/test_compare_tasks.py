@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.compare.methods import METHODS
-from benchmarks.compare.spec import Spec
+from benchmarks.compare.spec import Form, Spec
 from benchmarks.compare.tasks import TASKS
 from psservice.settings import ServerSettings
 
@@ -63,7 +63,7 @@ def test_an_entry_of_the_registry_can_be_run(method):
 
 def test_runs_that_differ_have_keys_that_differ():
     specs = [
-        Spec(task, method, workers, seed, 640, 0.3, 0.6, 0.01, validation)
+        Spec(task, method, workers, seed, 640, 0.3, 0.6, Form(0.01), validation)
         for task in TASKS
         for method in METHODS
         for workers in (1, 2)
@@ -74,5 +74,5 @@ def test_runs_that_differ_have_keys_that_differ():
 
 
 def test_samples_are_the_budget_however_many_share_them():
-    steps = [Spec("digits", "dgs", workers, 0, 640, 0.3, 0.6, 0.01).steps for workers in (1, 2, 4, 8)]
+    steps = [Spec("digits", "dgs", workers, 0, 640, 0.3, 0.6, Form(0.01)).steps for workers in (1, 2, 4, 8)]
     assert [step * 16 * workers for step, workers in zip(steps, (1, 2, 4, 8), strict=True)] == [640] * 4

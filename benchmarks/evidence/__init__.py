@@ -1,0 +1,1 @@
+"""Does sparse both ways cost accuracy? Simulated runs say which real ones are worth their hours."""
