@@ -25,7 +25,7 @@ class Setup:
         model: what it trains.
         rate: the method's learning rate, momentum not yet taken into account.
         momentum: its momentum.
-        density: share of the entries that a sparse method sends.
+        size: ``density`` or ``budget`` of a sparse method.
         steps: of each worker.
         workers: how many there are.
         connection: the keywords that every method takes: server, worker's name, settings.
@@ -34,7 +34,7 @@ class Setup:
     model: nn.Module
     rate: float
     momentum: float
-    density: float
+    size: Mapping[str, Any]
     steps: int
     workers: int
     connection: Mapping[str, Any] = field(default_factory=dict)
@@ -92,7 +92,15 @@ def _asgd(setup: Setup) -> Made:
 def _gradient_dropping(setup: Setup) -> Made:
     return _scheduled(
         psclient.GradientDropping(
-            setup.model.parameters(), setup.rate, density=setup.density, model=setup.model, **setup.connection
+            setup.model.parameters(), setup.rate, **setup.size, model=setup.model, **setup.connection
+        )
+    )
+
+
+def _server_rmsprop(setup: Setup) -> Made:
+    return _scheduled(
+        psclient.ServerRMSprop(
+            setup.model.parameters(), setup.rate, **setup.size, model=setup.model, **setup.connection
         )
     )
 
@@ -104,7 +112,7 @@ def _with_momentum(method: Callable[..., ParameterServerOptimizer]) -> Callable[
                 setup.model.parameters(),
                 setup.rate,
                 setup.momentum,
-                density=setup.density,
+                **setup.size,
                 model=setup.model,
                 **setup.connection,
             )
@@ -150,7 +158,7 @@ def _on_server(name: str, options: Callable[[Setup], dict[str, Any]]) -> Callabl
             name,
             options(setup),
             scheduler=schedule,
-            density=setup.density,
+            **setup.size,
             model=setup.model,
             **setup.connection,
         )
@@ -166,7 +174,7 @@ def _outer(sparse: bool) -> Callable[[Setup], Made]:
             inner,
             DILOCO,
             sync_every=OUTER_PERIOD,
-            density=setup.density if sparse else 1.0,
+            **(setup.size if sparse else {}),
             rounds=psclient.Rounds(),
             model=setup.model,
             **setup.connection,
@@ -211,8 +219,8 @@ METHODS = {
         Method(
             "rmsprop",
             "RMSprop on the server",
-            _on_server("RMSprop", lambda setup: {"lr": setup.rate, "momentum": setup.momentum}),
-            momenta=(0.0, 0.3, 0.6),
+            _server_rmsprop,
+            momenta=(0.0,),
             rate_scale=0.01,
         ),
         Method(

@@ -13,16 +13,23 @@ class Form:
     """What a sparse method sends and gets; a dense one takes no notice.
 
     Attributes:
+        budget: share of the dense bytes each way; 0 for what the others say.
         density: share of the entries of a large tensor, in a push and in a top-k reply.
         values: how pushed values travel.
         replies: ``auto``, ``exact`` or ``topk``.
         down_values: how the values of a top-k reply travel.
     """
 
-    density: float
+    density: float = 1.0
+    budget: float = 0.0
     values: str = "fp32"
     replies: str = "auto"
     down_values: str = "fp32"
+
+    @property
+    def size(self) -> dict[str, float]:
+        """What a sparse method is told."""
+        return {"budget": self.budget} if self.budget else {"density": self.density}
 
     @property
     def server(self) -> dict[str, object]:

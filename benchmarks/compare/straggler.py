@@ -134,7 +134,7 @@ def work(connection: Connection, timing: Timing, worker: int, address: str) -> N
         model,
         _RATE * (1 - method.momenta[0]) * method.rate_scale,
         method.momenta[0],
-        timing.density,
+        {"density": timing.density},
         int(total / STEP_SECONDS),
         WORKERS,
         connection_to(address, worker),

@@ -65,7 +65,7 @@ class Trainee:
             self._model,
             spec.learning_rate,
             spec.momentum,
-            spec.form.density,
+            spec.form.size,
             spec.steps,
             spec.workers,
             connection_to(address, worker, spec.form.values) if address else {},
