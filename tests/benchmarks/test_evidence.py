@@ -88,7 +88,7 @@ def test_the_report_answers_and_says_what_was_not_run(tmp_path):
     evidence(path, [SIMULATED])
     found = evidence(path, [SIMULATED, REAL], do=None)
     page = report.markdown(machine.describe([]) | {"command": "x"}, found)
-    assert "RMSprop on the server, 3 % of bytes | 2.7% | 2.7% | 1.800 (+0.001 ± 0.001, better)" in page
+    assert "RMSprop on the server, 3 % of bytes | 3.0% | 3.0% | 1.800 (+0.001 ± 0.001, better)" in page
     assert "2.500 (−0.499 ± 0.001, worse)" in page
     assert "RMSprop on the server, 3 % of bytes: better (better than dense ASGD)" in page
     assert "Not run: Python source, small transformer, real, with 4 workers." in page
