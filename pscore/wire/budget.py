@@ -16,6 +16,7 @@ FEWEST_BYTES = 1.0
 
 _DENSE_BITS = 32.0
 _CODING_BITS = 0.2  # of an entry, beyond the entropy: the Rice code and the messages (measured)
+_USED = 0.97  # of a share: a selection's number of entries varies
 _DENSE = (pb.VALUE_CODEC_FP32, pb.VALUE_CODEC_BF16, pb.VALUE_CODEC_INT8, pb.VALUE_CODEC_INT4)
 _SPARSE = pb.VALUE_CODEC_INT4
 
@@ -70,5 +71,5 @@ def fit(share: float, whole: float = 0.0) -> Fit:
     for codec in _DENSE:
         if bits_of(VALUE_FORMATS[codec]) <= bits:
             return Fit(1.0, codec)
-    left = _DENSE_BITS * (share - least_share(whole)) / (1 - whole)
+    left = _DENSE_BITS * _USED * (share - least_share(whole)) / (1 - whole)
     return Fit(density_of(left, VALUE_FORMATS[_SPARSE]), _SPARSE)
