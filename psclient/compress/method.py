@@ -22,7 +22,7 @@ class Recurrence:
 
         d = scale·g + decay·θ
         u = factor·u + d                         # factor 0: u = d, and no memory
-        r = retain·r + rate·u                    # nesterov: r = retain·r + rate·(d + factor·u)
+        r = retain·r + rate·u
         send unit·p of p = top ρ of |r|          # whole: unit·r
         r[sent] = keep·p
         u[sent] = 0                              # masks_momentum; not where a tensor is sent for being small
@@ -35,7 +35,6 @@ class Recurrence:
     rate: float = 1.0
     unit: float = 1.0
     keep: float = 0.0
-    nesterov: bool = False
     masks_momentum: bool = False
     whole: bool = False
 

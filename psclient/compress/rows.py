@@ -92,14 +92,13 @@ def _addition(row: Row, gradient: torch.Tensor, theta: torch.Tensor | None, memo
     """Return what is added to the residual; a kernel carries it out, but for forms of the momentum that none has."""
     scale, decay, factor, rate = (getattr(row.recurrence, name) for name in ("scale", "decay", "factor", "rate"))
     u = memories.of("momentum", row.position) if factor else None
-    if rate == 1 and not (row.recurrence.nesterov or row.recurrence.whole):
+    if rate == 1 and not row.recurrence.whole:
         return GradientUpdate(gradient, scale, theta, decay, u, factor)
     d = gradient.float() * scale
     if theta is not None:
         d = d + theta.float() * decay
     if u is not None:
-        u.mul_(factor).add_(d)
-        d = d + u * factor if row.recurrence.nesterov else u
+        d = u.mul_(factor).add_(d)
     return GradientUpdate(d, rate)
 
 

@@ -21,7 +21,7 @@ from pscore.select.kernels import segments
 from pscore.select.kernels.segments import KINDS, Integers, Passed, Reals
 from pscore.select.warm import ROOM, Corrected, correct, warm
 
-_COEFFICIENTS = ("scale", "decay", "factor", "retain", "rate", "unit", "keep", "nesterov")
+_COEFFICIENTS = ("scale", "decay", "factor", "retain", "rate", "unit", "keep")
 _NOTHING = np.zeros(0, np.float32)
 
 

@@ -111,14 +111,9 @@ def update(rows, pieces, low, high, clip, memory, momentum, whole, base, offsets
                         x[j] += theta[j]
                 if factor != 0:
                     u = momentum[start : start + count]
-                    if row.nesterov:
-                        for j in range(count):
-                            u[j] = factor * u[j] + x[j]
-                            x[j] += factor * u[j]
-                    else:
-                        for j in range(count):
-                            u[j] = factor * u[j] + x[j]
-                            x[j] = u[j]
+                    for j in range(count):
+                        u[j] = factor * u[j] + x[j]
+                        x[j] = u[j]
                 if row.whole:
                     sent = whole[start - base : start - base + count]
                     if row.has_residual:

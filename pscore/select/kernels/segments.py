@@ -33,7 +33,6 @@ ROW = np.dtype(
         ("keep", "f4"),
         ("gradient_kind", "i1"),
         ("parameter_kind", "i1"),
-        ("nesterov", "?"),
         ("searched", "?"),
         ("whole", "?"),
         ("has_residual", "?"),

@@ -28,9 +28,8 @@ SCALE, DECAY, FACTOR, RETAIN, RATE, UNIT, THRESHOLD, KEEP = (
     tl.constexpr(ROW.fields[name][1])
     for name in ("scale", "decay", "factor", "retain", "rate", "unit", "threshold", "keep")
 )
-GRADIENT_KIND, PARAMETER_KIND, NESTEROV, WHOLE, MASKED, ALIGNED = (
-    tl.constexpr(ROW.fields[name][1])
-    for name in ("gradient_kind", "parameter_kind", "nesterov", "whole", "masked", "aligned")
+GRADIENT_KIND, PARAMETER_KIND, WHOLE, MASKED, ALIGNED = (
+    tl.constexpr(ROW.fields[name][1]) for name in ("gradient_kind", "parameter_kind", "whole", "masked", "aligned")
 )
 TARGET_BYTES = tl.constexpr(TARGET.itemsize)
 TARGET_ADDRESS, MASTER, SHIFT_BY, KIND = (
@@ -110,12 +109,8 @@ def _updated(row, first, lane, inside, clip, whole, FULL: tl.constexpr):
         factor = _real(row, FACTOR)
         if factor != 0:
             place = _floats(_integer(row, MOMENTUM), first)
-            u = factor * _read(place, lane, inside, FULL) + x
-            _write(place, lane, u, inside, FULL)
-            if tl.load(row + NESTEROV) != 0:
-                x += factor * u
-            else:
-                x = u
+            x = factor * _read(place, lane, inside, FULL) + x
+            _write(place, lane, x, inside, FULL)
         x = _real(row, RATE) * x
         if memory != 0:
             x = _real(row, RETAIN) * _read(_floats(memory, first), lane, inside, FULL) + x

@@ -48,7 +48,7 @@ def on_host(memories):
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
-@pytest.mark.parametrize("hyper", [{}, {"momentum": 0.7, "weight_decay": 0.01, "nesterov": True, "lr": 0.3}])
+@pytest.mark.parametrize("hyper", [{}, {"momentum": 0.7, "weight_decay": 0.01, "lr": 0.3}])
 def test_where_all_is_sent_memories_and_entries_have_the_bits_of_the_host(method, hyper):
     hyper = HYPER | hyper | {"density": 1.0}
     device, host = made(method, hyper, DeviceKernels(DEVICE, block=2048, part=2048)), made(method, hyper, None)

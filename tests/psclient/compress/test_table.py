@@ -35,7 +35,7 @@ from pscore.select.kernels import segments
 
 METHODS = (ASGD, DGC, DGS, GradientDropping, Outer, ServerOptimizer, SSGD, WAGMA)
 NEVER = 1 << 60
-HYPER = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "nesterov": False, "decay": 1.0, "density": 0.1}
+HYPER = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "decay": 1.0, "density": 0.1}
 some = settings(deadline=None, max_examples=40)
 
 
@@ -87,7 +87,6 @@ hyper = st.fixed_dictionaries(
         "lr": st.sampled_from([0.1, 1.0, 3.0]),
         "momentum": st.sampled_from([0.0, 0.7]),
         "weight_decay": st.sampled_from([0.0, 0.01]),
-        "nesterov": st.booleans(),
         "decay": st.sampled_from([1.0, 0.5]),
         "density": st.sampled_from([0.02, 0.3, 1.0]),
     }
