@@ -224,7 +224,7 @@ class DeviceKernels:
             excess, places = self._empty(count, torch.float32), self._empty(count, torch.int64)
             mask = self._empty(count * self._block // 32, torch.int32)
             shape = {"BLOCK": self._block, "num_warps": 8, "enable_fp_fusion": False}
-            wide = {**shape, "num_warps": 16}
+            wide = {**shape, "num_warps": 32}
             if search:
                 state = torch.zeros(3 * len(rows), dtype=torch.int64, device=self._device)
                 bins = torch.zeros(2048 * len(rows), dtype=torch.int64, device=self._device)

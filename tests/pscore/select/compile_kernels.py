@@ -25,8 +25,7 @@ TYPES = {
     "inner": "*i16",
     "clip": "fp32",
 }
-REGISTERS = 64
-ROW_REGISTERS = 80  # of one program a row
+REGISTERS = {"settle": 80, "choose": 80, "histogram": 180}  # with Triton 3.6, newer ones need a quarter for the last
 
 
 def machine_code(kernel, capability, warps=8, **constants):
@@ -53,7 +52,7 @@ def variants():
     shape = {"BLOCK": BLOCK}
     yield "update", kernels.update, 8, {**shape, "PART": 1024}
     yield "settle", kernels.settle, 8, {**shape, "TILE": _TILE}
-    yield "emit", kernels.emit, 16, shape
+    yield "emit", kernels.emit, 32, shape
     for shift, bins in _DIGITS:
         yield f"histogram {shift}", kernels.histogram, 8, {"SHIFT": shift, "BINS": bins, **shape}
         yield f"choose {shift}", kernels.choose, 8, {"SHIFT": shift, "BINS": bins}
@@ -73,7 +72,7 @@ def compile_all(capability):
         found = sorted({(kind, int(count) * int(bits)) for kind, count, bits in wide})
         print(f"sm_{capability} {name}: {registers} registers, {code.metadata.shared} bytes shared, {found}")
         assert spilled == 0, name
-        assert registers <= (ROW_REGISTERS if name.startswith(("settle", "choose")) else REGISTERS), (name, registers)
+        assert registers <= REGISTERS.get(name.split()[0], 64), (name, registers)
         if name == "update":  # memory, momentum, gradient and parameters of each kind
             assert {("ld", 128), ("st", 128)} <= set(found), found
 
