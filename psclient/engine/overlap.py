@@ -16,8 +16,8 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,8 +27,9 @@ from psclient.buckets.trace import GradientClock
 from psclient.compress.groups import ParamGroups
 from psclient.engine.checks import finite
 from psclient.engine.push_pull import PushPull, Replies
+from psclient.engine.streams import current_streams, devices_of, entered
 from psclient.errors import ConfigurationError, ServerUnreachableError
-from psclient.executor import Job, SerialExecutor, is_cancelled
+from psclient.executor import Job, Result, SerialExecutor, is_cancelled
 from psclient.model.module import TrainedModel
 from psclient.report import StepReport
 
@@ -56,9 +57,9 @@ class Overlap:
         self._ack: Job[None] | None = None  # of the last committed push
         self._reply: Job[Replies] | None = None  # to that push
         devices = {parameter.device for parameter in self._trained().values()}
-        gpus = [device for device in devices if device.type == "cuda"]
-        self._streams = {device: torch.cuda.Stream(device) for device in gpus}  # type: ignore[no-untyped-call]
-        self._clock = GradientClock(gpus[0] if gpus and len(devices) == 1 else None)
+        self._devices = devices_of(self._trained().values())
+        self._streams = [torch.cuda.Stream(device) for device in self._devices]  # type: ignore[no-untyped-call]
+        self._clock = GradientClock(self._devices[0] if len(self._devices) == len(devices) == 1 else None)
         self._handles: dict[int, RemovableHandle] = {}
         self._commit_job: Job[StepReport | None] | None = None
         self._reset()
@@ -98,7 +99,7 @@ class Overlap:
         for number in range(len(self._push_pull.groups)):
             if number not in self._jobs:
                 self._submit(number)
-        self._commit_job = self._commit_job or self._compressing.submit(self._commit)
+        self._commit_job = self._commit_job or self._compressing.submit(lambda: self._launching(self._commit))
         _await(self._commit_job)  # the last of the push's jobs
         jobs, committed = list(self._jobs.values()), self._commit_job
         moments = self._reset()
@@ -112,7 +113,7 @@ class Overlap:
     def launch(self, report: StepReport) -> None:
         """Begin to wait for the push's acknowledgement and to fetch its reply."""
         self._push_pull.ask()
-        ack = self._ack = self._exchanging.submit(lambda: self._push_pull.await_ack(report))
+        ack = self._ack = self._exchanging.submit(lambda: self._launching(lambda: self._push_pull.await_ack(report)))
 
         def fetch() -> Replies:
             ack.result()
@@ -140,7 +141,7 @@ class Overlap:
         for number, job in list(self._jobs.items()):
             if job.exception(seconds) is not None or not job.result():
                 del self._jobs[number]
-        self._compressing.submit(self._abandon).result(seconds)
+        self._compressing.submit(lambda: self._launching(self._abandon)).result(seconds)
 
     def forget(self) -> None:
         """Break off a step that has begun, and begin the next as if this one had not been."""
@@ -160,6 +161,7 @@ class Overlap:
         """Note that a gradient is whole; called by its hook, during backward."""
         if self._paused:
             return
+        current_streams(())  # raises while a CUDA graph is captured
         if position in self._seen:
             raise ConfigurationError(
                 "with overlap=True gradients are handed over during backward, and this is a second backward before "
@@ -170,7 +172,7 @@ class Overlap:
             self._count_members()
         self._seen.add(position)
         self._clock.note(position)
-        if (device := self._model.parameters[position].device) in self._streams:
+        if (device := self._model.parameters[position].device) in self._devices:
             self._used.add(torch.cuda.current_stream(device))
         number = self._group_of[position]
         self._missing[number] -= 1
@@ -205,25 +207,34 @@ class Overlap:
 
     def _submit(self, number: int) -> None:
         """Have a group sent by the compressing thread, after what backward and this thread have on CUDA streams."""
-        streams = self._used | {torch.cuda.current_stream(device) for device in self._streams}
-        ready = [stream.record_event() for stream in streams]
+        streams = self._used | {torch.cuda.current_stream(device) for device in self._devices}
+        events = [stream.record_event() for stream in streams]
         gradients = self._gather(self._push_pull.groups[number])
         self._versions += [(gradient, gradient._version) for gradient in gradients.values()]
-        self._jobs[number] = self._compressing.submit(lambda: self._send(number, gradients, ready))
+        self._jobs[number] = self._compressing.submit(
+            lambda: self._launching(lambda: self._send(number, gradients), events)
+        )
 
     @torch.no_grad()
-    def _send(self, number: int, gradients: Mapping[int, torch.Tensor], ready: "list[torch.cuda.Event]") -> bool:
+    def _launching(self, work: Callable[[], Result], events: Iterable[torch.cuda.Event] = ()) -> Result:
+        """Do work in the streams of overlap, after ``events``; what it has launched is done then: others may read."""
+        with entered(self._streams):
+            for stream in self._streams:
+                for event in events:
+                    stream.wait_event(event)
+            try:
+                return work()
+            finally:
+                for stream in self._streams:
+                    stream.synchronize()
+
+    def _send(self, number: int, gradients: Mapping[int, torch.Tensor]) -> bool:
         """Send a group; return False where the group was left because another one has failed."""
         if self._has_failed():
             return False
         report = self._opened()
         try:
-            with ExitStack() as entered:
-                for stream in self._streams.values():
-                    entered.enter_context(torch.cuda.stream(stream))
-                    for event in ready:
-                        stream.wait_event(event)
-                self._push_pull.send_gradients(report, number, finite(self._model, gradients), 1.0)
+            self._push_pull.send_gradients(report, number, finite(self._model, gradients), 1.0)
         except BaseException:
             self._abandon()
             raise

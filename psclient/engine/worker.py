@@ -24,6 +24,7 @@ from psclient.compress.groups import ParamGroups
 from psclient.compress.method import Method, State
 from psclient.engine.push_pull import PushPull
 from psclient.engine.step import CLOSING_SECONDS
+from psclient.engine.streams import current_streams, devices_of, entered
 from psclient.errors import ConfigurationError, FingerprintMismatchError, ServerUnreachableError, SparsepsError
 from psclient.executor import SerialExecutor
 from psclient.model.module import TrainedModel
@@ -94,6 +95,7 @@ class Worker:
         layer_density: LayerDensity | None,
     ) -> None:
         self._name = client_settings.worker_name(settings)
+        self._devices = devices_of(model.parameters)
         self._own_server = start_alone() if settings.server == client_settings.LOCAL else None
         self.server = settings.server if self._own_server is None else self._own_server.server
         self._has_neighbour = any(server == self.server and other.alive for (server, _), other in _workers.items())
@@ -163,15 +165,15 @@ class Worker:
         return self.always(work, self.membership.seconds_left)
 
     def always(self, work: Callable[[], Result], seconds: float | None = None) -> Result:
-        """Do work, on the CUDA stream of the calling thread; after the end, in the calling thread itself.
+        """Do work, on the CUDA streams of the calling thread; after the end, in the calling thread itself.
 
         A signal's exception ends the wait and not the work: calls to servers are cut short, and the rest goes on to a
         point from which the next call can continue. Only an end has a limit in ``seconds``.
         """
-        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        streams = current_streams(self._devices)
 
         def body() -> Result:
-            with torch.no_grad(), torch.cuda.stream(stream):
+            with torch.no_grad(), entered(streams):
                 return work()
 
         if not self.lifecycle.alive:

@@ -68,13 +68,7 @@ def check_mode(overlap: object, rounds: object) -> None:
 
 
 def check_step(closure: object, samples: object) -> None:
-    """Raise :class:`ConfigurationError` where ``step()`` cannot run: an odd argument, or a CUDA graph is captured."""
-    is_in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if is_in_use and torch.cuda.is_current_stream_capturing():
-        raise ConfigurationError(
-            "step() talks to a server, which a CUDA graph cannot replay: capture forward and backward, and call step() "
-            "outside, after each replay"
-        )
+    """Raise :class:`ConfigurationError` where an argument of ``step()`` is of another kind."""
     if samples is not None and not (isinstance(samples, int) and 0 <= samples < 1 << 48):
         raise ConfigurationError(f"samples must be a number of samples, not {samples!r}")
     if closure is not None and not callable(closure):

@@ -58,13 +58,20 @@ class SideStream:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Launch in this stream, after the work that the current stream has now; that stream goes on meanwhile."""
+        """Launch in this stream, after the work that the current stream has now; that stream goes on meanwhile.
+
+        After an error nothing is under way: the caller may free what was launched for.
+        """
         if self._stream is None:
             yield
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            yield
+            try:
+                yield
+            except BaseException:
+                self._stream.synchronize()
+                raise
 
     def copy_to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         """Start copying a tensor of this stream to pinned memory; call it inside :meth:`entered`.

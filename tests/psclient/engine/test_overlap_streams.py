@@ -21,6 +21,9 @@ class Stream:
     def wait_event(self, event):
         self.waited.append(event)
 
+    def synchronize(self):
+        self.waited.append("done")
+
 
 def test_a_group_waits_for_the_streams_of_all_its_gradients(monkeypatch):
     gpus = [torch.device("cuda", number) for number in range(2)]
@@ -35,7 +38,7 @@ def test_a_group_waits_for_the_streams_of_all_its_gradients(monkeypatch):
     own._used, own._versions, own._jobs, own._report = set(), [], {}, "report"
     own._clock = SimpleNamespace(note=lambda position: None)
     own._model = SimpleNamespace(parameters=[SimpleNamespace(device=device) for device in gpus])
-    own._streams = {device: Stream(f"side {device.index}") for device in gpus}
+    own._devices, own._streams = gpus, [Stream(f"side {device.index}") for device in gpus]
     own._gather = lambda group: {}
     own._compressing = SimpleNamespace(submit=lambda work: work())
     own._push_pull = SimpleNamespace(groups=[range(3)], send_gradients=lambda *arguments: sent.append(arguments))
@@ -45,5 +48,6 @@ def test_a_group_waits_for_the_streams_of_all_its_gradients(monkeypatch):
     assert sent == []
     own._submit(0)
     assert len(sent) == 1
-    for stream in own._streams.values():
-        assert {*stream.waited} == {"backward 1", "step 0", "step 1"}
+    for stream in own._streams:
+        assert {*stream.waited[:-1]} == {"backward 1", "step 0", "step 1"}
+        assert stream.waited[-1] == "done", "what a group has launched is done when others may read it"

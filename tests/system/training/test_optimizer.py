@@ -433,19 +433,6 @@ def test_a_bad_number_of_samples_is_refused_and_the_next_step_works(server, samp
     assert optimizer.version == 2
 
 
-def test_a_step_is_no_part_of_a_cuda_graph(server, monkeypatch):
-    model = make_model(batch_norm=False)
-    optimizer = dgs(model, server)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        train_step(model, optimizer, *make_data())  # nobody asks where CUDA is not in use
-        patch.setattr(torch.cuda, "is_initialized", lambda: True)
-        with pytest.raises(ConfigurationError, match="capture forward and backward, and call step"):
-            optimizer.step()
-    train_step(model, optimizer, *make_data())
-    assert optimizer.version == 2
-
-
 def test_a_state_of_another_optimizer_is_refused(server):
     model = make_model(batch_norm=False)
     optimizer = dgs(model, server)
