@@ -70,9 +70,13 @@ def test_a_server_refuses_every_hostile_chunk_and_is_the_same_afterwards(worker)
     version = worker.version
     model = Span(0, SIZE)
     for hostile in corpus():
-        most = restart_memory_peak(worker.process) + MOST_GROWTH
-        answer = push(worker, hostile.chunk)
-        assert memory_peak(worker.process) <= most, hostile.name
+        for _ in range(3):  # the server may load its compiled loops meanwhile, once; a chunk's own growth comes again
+            most = restart_memory_peak(worker.process) + MOST_GROWTH
+            answer = push(worker, hostile.chunk)
+            if memory_peak(worker.process) <= most:
+                break
+        else:
+            pytest.fail(f"{hostile.name} makes the server grow by more than {MOST_GROWTH} bytes")
         refusal = from_rpc_error(answer)
         assert isinstance(refusal, Rejected), (hostile.name, answer)
         if (
