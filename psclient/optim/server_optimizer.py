@@ -151,7 +151,7 @@ class ServerRMSprop(ParameterServerOptimizer):
         params: parameters or param groups.
         lr: learning rate.
         alpha: ``α``, 0.5 to below 1; all workers must agree.
-        eps: ``ε``, above 0; all workers must agree.
+        eps: ``ε``, at least 1e-30; all workers must agree.
         weight_decay: L2 penalty, added to the gradient on the worker.
         density: ``ρ``; a number, or a function of the step.
         **connection: ``rounds=psclient.Rounds()`` for one step a round; see
