@@ -10,8 +10,8 @@ LARGE = 1e30
 
 
 def is_large(values: torch.Tensor) -> bool:
-    """Tell whether a magnitude exceeds :data:`LARGE`; without a copy, and on a device it waits for the answer."""
-    return values.numel() > 0 and max(abs(float(end)) for end in values.aminmax()) > LARGE
+    """Tell whether a magnitude exceeds :data:`LARGE`; without a copy, and on a device with one wait."""
+    return values.numel() > 0 and bool(torch.stack(values.aminmax()).abs().amax() > LARGE)
 
 
 @dataclass(frozen=True, slots=True)

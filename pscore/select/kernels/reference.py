@@ -67,7 +67,8 @@ def magnitude(x: torch.Tensor) -> tuple[float, float]:
 
 def subtract_at(x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> bool:
     """``x[offsets] −= values``, where fp32 has the results."""
-    if is_large(values) and not bool((x[offsets] - values).isfinite().all()):
+    left = x[offsets] - values
+    if is_large(values) and not bool(left.isfinite().all()):
         return False
-    x.index_add_(0, offsets, values, alpha=-1)
+    x[offsets] = left  # and no sum by atomics, which on CUDA flush subnormal numbers
     return True

@@ -5,7 +5,7 @@ import torch
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.select.kernels import kernels_for
-from pscore.select.kernels.base import LARGE, is_large
+from pscore.select.kernels.base import is_large
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.changelog import ChangedIndices, changed_by
 from psservice.model.update.base import PLAIN, PushContext, UpdateRule
@@ -21,20 +21,12 @@ class Subtract(UpdateRule):
 
     def apply(self, push: SparseSlice | None, context: PushContext = PLAIN) -> ChangedIndices:
         """Subtract the push."""
-        if push is None or not push.entries:
-            return changed_by(push)
-        theta, values = self._theta, push.values
-        if not theta.is_cpu:
-            # Not by CUDA's atomics, which flush subnormal numbers: the bits are those of the host. One wait.
-            place = slice(None) if push.offsets is None else push.offsets
-            left = theta[place] - values
-            fits = not bool((torch.stack(values.aminmax()).abs().amax() > LARGE) & ~left.isfinite().all())
-            if fits:
-                theta[place] = left
-        elif push.offsets is not None:
-            fits = kernels_for(theta).subtract_at(theta, push.offsets, values)
-        elif fits := not is_large(values) or bool((theta - values).isfinite().all()):
-            theta.sub_(values)
+        if push is None:
+            return changed_by(None)
+        if push.offsets is not None:
+            fits = kernels_for(self._theta).subtract_at(self._theta, push.offsets, push.values)
+        elif fits := not is_large(push.values) or bool((self._theta - push.values).isfinite().all()):
+            self._theta.sub_(push.values)
         if not fits:
             raise Rejected(ErrorCode.NON_FINITE, "this push would take a parameter out of the range of fp32")
         return changed_by(push)
