@@ -41,16 +41,26 @@ def make_model() -> nn.Module:
 
 def batches(batch_size: int, seed: int, worker: int, workers: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield random windows of the training text; the seed alone tells workers apart."""
-    text = _text()[0]
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        yield _windows(text, torch.randint(len(text) - WINDOW_BYTES, (batch_size,), generator=generator))
+    return random_windows(_text()[0], WINDOW_BYTES, batch_size, seed)
 
 
 def held_out(validation: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return windows, evenly spread over the files to test with, or over those to choose settings by."""
-    text = _text()[2 if validation else 1]
-    return _windows(text, torch.arange(TEST_WINDOWS) * ((len(text) - WINDOW_BYTES) // TEST_WINDOWS))
+    return spread_windows(_text()[2 if validation else 1], WINDOW_BYTES, TEST_WINDOWS)
+
+
+def random_windows(
+    text: torch.Tensor, length: int, batch_size: int, seed: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield batches of windows of a text, and the bytes that follow each of theirs."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield _windows(text, torch.randint(len(text) - length, (batch_size,), generator=generator), length)
+
+
+def spread_windows(text: torch.Tensor, length: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return windows evenly spread over a text, and the bytes that follow each of theirs."""
+    return _windows(text, torch.arange(count) * ((len(text) - length) // count), length)
 
 
 def source() -> str:
@@ -78,6 +88,6 @@ def _tensor(text: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def _windows(text: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    windows = text[starts[:, None] + torch.arange(WINDOW_BYTES + 1)].long()
+def _windows(text: torch.Tensor, starts: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    windows = text[starts[:, None] + torch.arange(length + 1)].long()
     return windows[:, :-1], windows[:, 1:]

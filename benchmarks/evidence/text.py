@@ -51,16 +51,12 @@ def make_tiny() -> nn.Module:
 
 def batches(batch_size: int, seed: int, worker: int, workers: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield random windows of the training text; the seed alone tells workers apart."""
-    text = _text()[0]
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        yield _windows(text, torch.randint(len(text) - WINDOW_BYTES, (batch_size,), generator=generator))
+    return language.random_windows(_text()[0], WINDOW_BYTES, batch_size, seed)
 
 
 def held_out(validation: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return windows, evenly spread over the blocks to test with, or over those to choose settings by."""
-    text = _text()[2 if validation else 1]
-    return _windows(text, torch.arange(_TEST_WINDOWS) * ((len(text) - WINDOW_BYTES) // _TEST_WINDOWS))
+    return language.spread_windows(_text()[2 if validation else 1], WINDOW_BYTES, _TEST_WINDOWS)
 
 
 def source() -> str:
@@ -84,8 +80,3 @@ def _text() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     number = torch.arange(len(blocks)) % _EVERY
     test, validation = number == _TEST, number == _VALIDATION
     return blocks[~(test | validation)].flatten(), blocks[test].flatten(), blocks[validation].flatten()
-
-
-def _windows(text: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    windows = text[starts[:, None] + torch.arange(WINDOW_BYTES + 1)].long()
-    return windows[:, :-1], windows[:, 1:]
