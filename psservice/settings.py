@@ -58,7 +58,7 @@ class ServerSettings(LayeredSettings):
     insecure: bool = setting(False, "allow unauthenticated callers from beyond loopback, also in plaintext")
     reflection: Literal["auto", "on", "off"] = setting("auto", "gRPC reflection; auto is on for loopback only")
 
-    device: str = setting("auto", "device of the parameters: auto, cpu, cuda or cuda:N")
+    device: str = setting("auto", "device of the parameters: auto, cpu, cuda or cuda:N; shards take GPUs in turn")
     shard_index: int = setting(0, "index of this shard; shard 0 coordinates", ge=0)
     num_shards: int = setting(1, "number of shards of the model", ge=1)
     shards: int = setting(

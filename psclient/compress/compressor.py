@@ -84,6 +84,8 @@ class Compressor:
     def compress(self, group: range, gradients: Gradients, scale: float, report: StepReport) -> Sent:
         """Return what the tensors of a group send that have a gradient (finite), ascending within a device.
 
+        After an error the residuals have what had been selected.
+
         Raises:
             UnsoundError: the gradients are; nothing has changed.
             UpdateOverflowError: gradient times learning rate has left the range of fp32; what had been selected is
@@ -100,8 +102,12 @@ class Compressor:
             for position, density in self._planner.densities.items()
             if not self._groups.has_own_density(int(members.numbers[position]))
         }
-        sent = Sent([], {}, is_finite=True)
-        is_finite = True
+        alike: dict[torch.device, list[Row]] = {}
+        for position in members.others:
+            recurrence, density = rules[int(members.numbers[position])]
+            row = Row(position, self._model.layout.span(position), recurrence, densities.get(position, density))
+            alike.setdefault(self._model.parameters[position].device, []).append(row)
+        sent, is_finite = Sent([], {}, is_finite=True), True
         given = rules, densities, gradients, self._model.parameters, scale, self.memories
         try:
             for table in members.on_devices:  # all work at once, and beside the host
@@ -114,20 +120,16 @@ class Compressor:
                 sent.slices.extend(found.slices)
                 sent.entries.update(found.entries)
                 is_finite &= found.is_finite
-        finally:
+            for same in alike.values():
+                for position, piece in sorted(rows.compress(same, *given[2:], self._choice, report).items()):
+                    sent.slices.append(piece)
+                    sent.entries[position] = piece.entries
+                    is_finite &= bool(piece.values.isfinite().all())
+        except BaseException:
             for table in members.on_devices:
-                table.wait()
-        alike: dict[torch.device, list[Row]] = {}
-        for position in members.others:
-            recurrence, density = rules[int(members.numbers[position])]
-            row = Row(position, self._model.layout.span(position), recurrence, densities.get(position, density))
-            alike.setdefault(self._model.parameters[position].device, []).append(row)
-        for same in alike.values():
-            apart = rows.compress(same, gradients, self._model.parameters, scale, self.memories, self._choice, report)
-            for position, piece in sorted(apart.items()):
-                sent.slices.append(piece)
-                sent.entries[position] = piece.entries
-                is_finite &= bool(piece.values.isfinite().all())
+                sent.slices.extend(table.abandon(self.memories, report))
+            self.restore(sent.slices)
+            raise
         if not is_finite:
             raise UpdateOverflowError(self._without_overflow(sent.slices))
         return sent

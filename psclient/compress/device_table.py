@@ -11,6 +11,7 @@ from psclient.compress.memories import Memories
 from psclient.compress.table import Filled, Places, Rule, Sent
 from psclient.report import StepReport
 from pscore.model.layout import ModelLayout
+from pscore.model.sparse_slice import SparseSlice
 from pscore.select.device import DeviceSegments
 from pscore.select.kernels.cuda import DeviceKernels
 
@@ -64,9 +65,13 @@ class DeviceTable(Filled):
         recalls = {row: state.setdefault("recall", {}) for row, state in zip(self._searched, states, strict=True)}
         self._segments.launch(clip, recalls, gradients.unsound)
 
-    def wait(self) -> None:
-        """Wait for what is under way, after an error."""
-        self._segments.wait()
+    def abandon(self, memories: Memories, report: StepReport) -> list[SparseSlice]:
+        """End what is under way, after an error; return what it has taken."""
+        try:
+            return self.collect(memories, report).slices if self._segments.is_under_way else []
+        except Exception:  # the first error is the one to tell of
+            self._segments.wait()
+            return []
 
     def collect(self, memories: Memories, report: StepReport) -> Sent:
         """Wait for the entries, and return them on the host."""

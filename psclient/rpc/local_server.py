@@ -27,7 +27,7 @@ class LocalServer:
     ends by itself when this process is gone.
 
     The parameters are on the host, unless ``device`` names another place: a GPU of this machine is for training.
-    ``device="auto"`` takes the first GPU, also where a worker trains on it.
+    ``device="auto"`` takes a GPU, also where a worker trains on it; several shards take turns at all of them.
 
     Args:
         shards: number of server processes.

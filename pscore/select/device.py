@@ -70,6 +70,11 @@ class DeviceSegments:
         self.rows["threshold"][searched] = [state.get("threshold", np.inf) for state in self._states.values()]
         self._pending = self._kernels.launch(self.rows, self._pieces, clip, unsound)
 
+    @property
+    def is_under_way(self) -> bool:
+        """True between a launch and its end."""
+        return self._pending is not None
+
     def wait(self) -> None:
         """Wait for what is under way, if anything is; after an error the tensors are the caller's again."""
         if self._pending is not None:
@@ -86,34 +91,59 @@ class DeviceSegments:
     def collect(self, memories: Sequence[torch.Tensor], momenta: Mapping[int, torch.Tensor]) -> Selected:
         """Wait for the launch, correct the rows whose number of entries is not accepted, and predict thresholds.
 
-        ``memories`` of each row, ``momenta`` of those that are masked.
+        ``memories`` of each row, ``momenta`` of those that are masked. After an error in a correction, such as a search
+        without memory on the device, what had been taken is in the memories again; momenta stay cleared.
         """
         assert self._pending is not None
         found = self._pending.collect()
         self._pending = None
         self._predict(found, np.arange(len(self.rows)))
-        found = self._keep_largest(found)
-        parts, counts = [(found.offsets, found.values)], found.taken.copy()
-        missed = np.flatnonzero(counts < 0)
-        if not missed.size:
+        parts = [(found.offsets, found.values)]
+        try:
+            found = self._keep_largest(found)
+            parts[0] = found.offsets, found.values
+            counts = found.taken.copy()
+            if (counts < 0).any():
+                self._correct(counts, parts, memories, momenta)
+        except BaseException:
+            for part in parts:
+                self._put_back(*part)
+            raise
+        if len(parts) == 1:
             return Selected(found.offsets, found.values, counts)
-        again = np.array([row for row in missed.tolist() if "ranked" not in self._states[row]], np.int64)
+        offsets, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        order = offsets.argsort(kind="stable")
+        return Selected(offsets[order], values[order], counts)
+
+    def _correct(
+        self,
+        counts: Integers,
+        parts: list[tuple[Integers, Reals]],
+        memories: Sequence[torch.Tensor],
+        momenta: Mapping[int, torch.Tensor],
+    ) -> None:
+        """Select from the rows whose count is negative; add their entries to ``parts``."""
+        again = np.array([row for row in np.flatnonzero(counts < 0).tolist() if "ranked" not in self._states[row]], int)
         if again.size:
             found = self._search(again)
+            parts.append((found.offsets, found.values))
             self._predict(found, again)
             counts[again] = found.taken
-            parts.append((found.offsets, found.values))
         for row in np.flatnonzero(counts < 0).tolist():
             source, k = Memory(memories[row], None, float(self.rows["keep"][row])), int(self.rows["wanted"][row])
             ranked = (warm if "ranked" in self._states[row] else rank)(source, k, self._states[row])
             taken = Taken(*(each.cpu() for each in ranked))
+            parts.append((taken.offsets.numpy() + self._starts[row], taken.values.numpy()))
             if row in momenta:
                 momenta[row][ranked.offsets] = 0
-            parts.append((taken.offsets.numpy() + self._starts[row], taken.values.numpy()))
             counts[row] = taken.offsets.numel()
-        offsets, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-        order = offsets.argsort(kind="stable")
-        return Selected(offsets[order], values[order], counts)
+
+    def _put_back(self, offsets: Integers, values: Reals) -> None:
+        """Write entries, ascending, back to the memories that they were taken from."""
+        targets = np.zeros(len(self.rows), TARGET)
+        targets["address"], targets["shift"] = self.rows["memory"], -self._starts
+        ends = np.searchsorted(offsets, self._starts + self.rows["length"])
+        self._kernels.scatter(targets, ends - np.searchsorted(offsets, self._starts), offsets, values, adds=False)
 
     def _keep_largest(self, found: Found) -> Found:
         """Put back all but the ``k`` largest entries of each row that has a surplus; of equal ones the first stay.

@@ -93,9 +93,7 @@ class Server:
             credentials = None
             if settings.tls_cert and settings.tls_key:
                 credentials = server_credentials(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-            self.shard = open_shard(
-                settings, resolve_device(settings.device), self._metrics, self._durable, self._failed
-            )
+            self.shard = open_shard(settings, device_of(settings), self._metrics, self._durable, self._failed)
         except (StorageError, SecurityError, TracingError) as error:
             raise StartError(str(error)) from error
         self.shard.durability.checkpoints.keys = authenticator.server_keys
@@ -237,13 +235,16 @@ class Server:
         return at_port(self.settings.metrics_listen, self._web.server_port)
 
 
-def resolve_device(name: str) -> torch.device:
-    """Turn ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` into a device; raises :class:`StartError` without that device."""
-    if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise StartError(
-            f"device {name} is not there ({torch.cuda.device_count()} CUDA devices found); use --device cpu"
-        )
-    return device
+def device_of(settings: ServerSettings) -> torch.device:
+    """Return the device that ``--device`` means here; raises :class:`StartError` where it is not there.
+
+    Shards of a machine with several GPUs that are given none of them by number take turns.
+    """
+    count = torch.cuda.device_count() if settings.device != "cpu" else 0
+    if settings.device == "cpu" or (settings.device == "auto" and not count):
+        return torch.device("cpu")
+    _, _, number = settings.device.partition(":")
+    index = int(number) if number else settings.shard_index % max(1, count)
+    if index >= count:
+        raise StartError(f"device {settings.device} is not there ({count} CUDA devices found); use --device cpu")
+    return torch.device("cuda", index)

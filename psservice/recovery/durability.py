@@ -8,7 +8,9 @@ power cut could undo.
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+import torch
 
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import sibling_generation
@@ -268,6 +270,9 @@ class Durability:
             return
         try:
             self.take(self.checkpoints.wanted or None)
+        except torch.AcceleratorError as error:  # a GPU's error stays: only another process can recover
+            with suppress(Rejected):
+                self._shard.apply_thread.fail(error)
         except Exception as error:  # whatever it was, the thread lives on and tries again
             unknown = not isinstance(error, StorageError | Rejected)
             log.error("no snapshot could be taken", extra={"error": str(error)}, exc_info=unknown)

@@ -16,6 +16,7 @@ from psclient.model.replica import Replica
 from psclient.optim.asgd import ASGD
 from psclient.optim.dgc import DGC
 from psclient.optim.dgs import DGS
+from psclient.optim.gradient_dropping import GradientDropping
 from psclient.report import StepReport
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
@@ -150,11 +151,27 @@ def test_a_norm_that_overflows_is_no_reason_to_refuse_finite_gradients():
     assert bool(dense.isfinite().all())
 
 
-def test_all_devices_work_before_the_first_is_waited_for():
-    order = []
+def on_devices_of_the_host(method, hyper, kernels):
+    """A model whose odd tensors are on another device than the even ones, with kernels by device."""
+    if DEVICE.type != "cpu":
+        pytest.skip("the devices are the host's, for the interpreter")
 
     class Placed(nn.Parameter):
         device = property(lambda self: torch.device("cpu", self.numel() % 2))
+
+    model = Model(method, [randn(n) for n in (100, 101, 200, 201)], [HYPER | hyper], 0, 0)
+    for parameter in model.parameters:
+        parameter.__class__ = Placed
+    choice = model.compressor._choice
+    object.__setattr__(choice, "on_device", kernels.get)
+    model.compressor.__init__(
+        method, model.described, model.states, model.compressor._groups, choice, model.compressor._planner
+    )
+    return model
+
+
+def test_all_devices_work_before_the_first_is_waited_for():
+    order = []
 
     class Noted(DeviceKernels):
         def __init__(self, name):
@@ -168,22 +185,37 @@ def test_all_devices_work_before_the_first_is_waited_for():
             pending.wait = lambda: order.append(("wait", self.name)) or wait()
             return pending
 
-    if DEVICE.type != "cpu":
-        pytest.skip("the devices are the host's, for the interpreter")
-    kernels = {torch.device("cpu", n): Noted(n) for n in range(2)}
-    tensors = [randn(n) for n in (100, 101, 200, 201)]
-    model = Model(DGS, tensors, [HYPER | {"density": 1.0}], 0, 0)
-    for parameter in model.parameters:
-        parameter.__class__ = Placed
-    choice = model.compressor._choice
-    object.__setattr__(choice, "on_device", kernels.get)
-    model.compressor.__init__(
-        DGS, model.described, model.states, model.compressor._groups, choice, model.compressor._planner
-    )
+    model = on_devices_of_the_host(DGS, {"density": 1.0}, {torch.device("cpu", n): Noted(n) for n in range(2)})
     _, dense = model.compress(gradients_of(model, 1))
     assert [kind for kind, _ in order[:3]] == ["launch", "launch", "wait"]
     assert {name for _, name in order[:2]} == {0, 1}
     assert torch.equal(dense, torch.cat([gradient * 0.1 for gradient in gradients_of(model, 1).values()]))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_of_one_device_loses_no_entry_of_any(failing):
+    """The search of one device fails, while the other's entries have been collected, or are under way."""
+
+    class Failing(DeviceKernels):
+        fails = False
+
+        def launch(self, *arguments, search=False, **options):
+            if search and self.fails:
+                raise torch.OutOfMemoryError("no memory on the device")
+            return super().launch(*arguments, search=search, **options)
+
+    kernels = {torch.device("cpu", n): Failing(DEVICE) for n in range(2)}
+    model = on_devices_of_the_host(GradientDropping, {"density": 0.1}, kernels)
+    given = gradients_of(model, 1)
+    model.compressor.restore(model.compress(given)[0])
+    kernels[torch.device("cpu", failing)].fails = True
+    for parameter in model.parameters:
+        if parameter.device.index == failing:
+            model.states[parameter]["recall"]["threshold"] = 1e9
+    with pytest.raises(torch.OutOfMemoryError):
+        model.compress({n: torch.zeros_like(gradient) for n, gradient in given.items()})
+    for gradient, state in zip(given.values(), model.memories(), strict=True):
+        assert torch.equal(state["residual"].flatten(), gradient.flatten() * 0.1)
 
 
 class Launched:

@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from pscore.select import device
 from pscore.select.base import exact
 from pscore.select.device import DeviceSegments
 from pscore.select.inputs import Memory
@@ -118,6 +119,25 @@ def test_of_a_surplus_the_largest_stay_as_on_the_host_and_one_launch_puts_back_t
     assert same_bits(twins.memory[:n], memory)
     assert state == pytest.approx(own, rel=1e-6)
     assert same_bits(twins.momentum, momentum.index_fill(0, taken.offsets, 0.0))
+
+
+@pytest.mark.parametrize("failing", ["_keep_largest", "_search", "rank"])
+def test_after_an_error_in_a_correction_the_memories_have_their_entries_again(failing, monkeypatch):
+    """A row is accepted, one has a surplus, one is searched, and one, of equal magnitudes, is ranked after that."""
+    x = [randn(500, 1), randn(500, 2), randn(500, 3), torch.ones(500)]
+    twins = Twins([500] * 4, memory=torch.cat(x))
+    twins.want([100] * 4)
+    states = {row: {"threshold": threshold} for row, threshold in enumerate([1.28, 1.1, 3.0, 0.5])}
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("no memory on the device")
+
+    monkeypatch.setattr(*((device, "rank") if failing == "rank" else (twins.segments, failing)), fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        twins.select(states)
+    assert same_bits(twins.memory, torch.cat(x))
+    monkeypatch.undo()
+    assert twins.select(states).counts[3] == 100
 
 
 def test_momentum_is_cleared_where_a_masked_row_is_taken():

@@ -125,6 +125,18 @@ def test_without_a_data_directory_it_ends_likewise_and_the_worker_uploads_again(
         assert np.array_equal(model(server), np.zeros(sum(SIZES), np.float32))
 
 
+def test_an_error_of_a_gpu_that_a_snapshot_meets_ends_the_process_too(tmp_path, monkeypatch):
+    broken = tmp_path / "broken"
+    monkeypatch.setattr(psclient.rpc.local_server, "spawn", spawner("device", broken))
+    with failing(data_dir=tmp_path / "data", snapshot_seconds=3) as (server, worker):
+        worker.push_all(1.0)
+        broken.touch()
+        assert server.processes[0].wait(TIMEOUT) == FAILED
+        broken.unlink()
+        server.restart()
+        assert np.array_equal(model(server), np.full(sum(SIZES), -1.0, np.float32))
+
+
 def test_an_error_of_a_gpu_that_a_pull_meets_ends_the_process_too(tmp_path, monkeypatch):
     """Every later call would meet the error, and none of them would reach the apply thread."""
     broken = tmp_path / "broken"
