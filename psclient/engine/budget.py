@@ -8,6 +8,7 @@ from statistics import median
 
 from psclient.budget import Budget
 from psclient.errors import ConfigurationError
+from psclient.rpc.bandwidth import Bandwidth
 from psclient.rpc.shard_client import ShardClient
 from pscore.model.layout import ModelLayout
 from pscore.wire.budget import fit, least_share, most_whole
@@ -15,6 +16,8 @@ from pscore.wire.budget import fit, least_share, most_whole
 _UNMEASURED = 0.03  # of the dense bytes, before the line or a step's time is known
 _LEAST_CHANGE = 0.1  # of a share, that is worth another form: the next selections begin anew with it
 _STEPS = 16  # whose median is the time of a step
+_PROBE_STEPS = 100  # without a transfer that says what the line carries, after which one is made that does
+_PROBE_BYTES, _PROBE_SECONDS = 192 << 10, 0.1  # of such a transfer, the greater: several messages
 
 
 class BudgetSchedule:
@@ -40,6 +43,7 @@ class BudgetSchedule:
                 "sparse form"
             )
         self._begun: deque[float] = deque(maxlen=_STEPS + 1)
+        self._up, self._down = _LineTime(self._dense_bytes), _LineTime(self._dense_bytes)
         self._shares = 0.0, 0.0
         self._density = 1.0
 
@@ -69,11 +73,32 @@ class BudgetSchedule:
             share = budget.bytes_per_second * median(times) / self._dense_bytes if times else _UNMEASURED
             return share, share
         assert budget.seconds_per_step is not None
-        up = [shard.uplink.bytes_per_second for shard in shards]
-        down = [shard.downlink.bytes_per_second for shard in shards]
-        return self._in_time(up, budget.seconds_per_step), self._in_time(down, budget.seconds_per_step)
+        seconds = budget.seconds_per_step
+        return (
+            self._up.share(seconds, [shard.uplink for shard in shards]),
+            self._down.share(seconds, [shard.downlink for shard in shards]),
+        )
 
-    def _in_time(self, rates: Sequence[float | None], seconds: float) -> float:
-        """Return the share that all shards together carry, which work side by side and have equal parts."""
-        known = [rate for rate in rates if rate is not None]
-        return seconds * min(known) * len(rates) / self._dense_bytes if len(known) == len(rates) else _UNMEASURED
+
+class _LineTime:
+    """The share of the dense bytes that one way of the line carries in a time."""
+
+    def __init__(self, dense_bytes: int) -> None:
+        self._dense_bytes = dense_bytes
+        self._transfers, self._steps = 0, -1  # those that were measured; steps since the last of them
+
+    def share(self, seconds: float, lines: Sequence[Bandwidth]) -> float:
+        """Return what all shards together carry, which work side by side and have equal parts; call it at each step.
+
+        Where that is too little to be measured by, a step now and then takes more.
+        """
+        transfers = sum(line.transfers for line in lines)
+        self._steps = 0 if transfers != self._transfers else self._steps + 1
+        self._transfers = transfers
+        known = [line.bytes_per_second for line in lines]
+        rate = min((each for each in known if each is not None), default=0.0)
+        of_all = len(lines) / self._dense_bytes
+        share = seconds * rate * of_all if None not in known else _UNMEASURED
+        if self._steps % _PROBE_STEPS == 0 and (self._steps or None in known):
+            return max(share, of_all * max(_PROBE_BYTES, _PROBE_SECONDS * rate))
+        return share

@@ -3,13 +3,18 @@
 from collections import deque
 
 _SMALLEST_BYTES = 64 << 10  # below it, a time depends more on delay than on bandwidth
-_REMEMBERED = 16  # transfers
+_REMEMBERED = 4  # transfers
 
 
 class Bandwidth:
-    """The fastest of the last large transfers: a lower bound, because other things may have slowed each of them."""
+    """The fastest of the last large transfers: a lower bound, because other things may have slowed each of them.
+
+    Attributes:
+        transfers: the large ones so far.
+    """
 
     def __init__(self) -> None:
+        self.transfers = 0
         self._recent: deque[float] = deque(maxlen=_REMEMBERED)
 
     @property
@@ -18,6 +23,7 @@ class Bandwidth:
         return max(self._recent, default=None)
 
     def update(self, nbytes: int, seconds: float) -> None:
-        """Count a transfer: from its first byte to its last, without the time for decoding."""
+        """Count a transfer: its bytes behind the first message, and their time without that for decoding."""
         if nbytes >= _SMALLEST_BYTES and seconds > 0:
+            self.transfers += 1
             self._recent.append(nbytes / seconds)

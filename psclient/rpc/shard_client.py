@@ -335,7 +335,7 @@ class ShardClient:
         before, bytes_before = (self._partial.segments, self._partial.bytes) if self._partial is not None else ([], 0)
         reader = frames.ChunkReader(self.span)
         header = pb.PullHeader()  # without a mode until the server's is there
-        received, decode_seconds, began = 0, 0.0, math.inf
+        received, first_bytes, decode_seconds, began = 0, 0, 0.0, math.inf
 
         def reply() -> PulledReply:
             segments, nbytes = [*before, *reader.segments], bytes_before + received
@@ -343,8 +343,9 @@ class ShardClient:
             return PulledReply(header, segments, request.generation, end, nbytes, decode_seconds, now)
 
         for data in messages:
-            began = min(began, time.perf_counter())
             received += len(data) + frames.FRAMING_BYTES
+            if not first_bytes:
+                began, first_bytes = time.perf_counter(), received
             rest, values = split_values(data, several=True)
             response = pb.PullDiffResponse.FromString(rest)
             if response.HasField("header"):
@@ -368,7 +369,7 @@ class ShardClient:
             if response.HasField("commit"):
                 reader.checksum.verify(response.commit)
                 whole = reply()
-                self.downlink.update(received, whole.arrived - began - decode_seconds)
+                self.downlink.update(received - first_bytes, whole.arrived - began - decode_seconds)
                 return whole
         raise AssertionError("a stream raises where it ends")
 

@@ -8,19 +8,33 @@ import torch
 import psclient
 from psclient.engine import budget as budget_module
 from psclient.engine.budget import BudgetSchedule
+from psclient.rpc.bandwidth import Bandwidth
 from pscore.model.layout import ModelLayout, TensorSpec
-from pscore.wire.budget import fit
+from pscore.wire.budget import element_bits, fit
+from pscore.wire.codecs.values import VALUE_FORMATS
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 DENSE_BYTES = 4 * 1_000_000
+INT4 = VALUE_FORMATS[pb.VALUE_CODEC_INT4]
 
 
 class FakeShard:
-    """The part of a shard's client that a budget reads and sets."""
+    """The part of a shard's client that a budget reads and sets; lines have been measured where a rate is given."""
 
     def __init__(self, up=None, down=None):
-        self.uplink, self.downlink = SimpleNamespace(bytes_per_second=up), SimpleNamespace(bytes_per_second=down)
+        self.uplink, self.downlink = Bandwidth(), Bandwidth()
+        for line, rate in ((self.uplink, up), (self.downlink, down)):
+            if rate is not None:
+                line.update(1 << 20, (1 << 20) / rate)
         self.forms = []
+
+    def transfer(self, density, dense_bytes, rate):
+        """Send a push of int4 values on a line of this rate, each way; return its seconds."""
+        nbytes = dense_bytes * element_bits(density, INT4) / 32
+        for line in (self.uplink, self.downlink):
+            behind = nbytes - max(16 << 10, 0.02 * (line.bytes_per_second or 0))
+            line.update(int(behind), behind / rate)
+        return nbytes / rate
 
     def use_forms(self, push_value, reply):
         self.forms.append((push_value, reply))
@@ -74,10 +88,33 @@ def test_one_slow_step_changes_nothing(clock):
 def test_seconds_a_step_follow_the_rate_of_each_way():
     shards = [FakeShard(4e6, 1e6), FakeShard(2e6, 3e6)]
     density = schedule(psclient.Budget(seconds_per_step=0.02), shards)
-    assert density(1) == fit(0.02 * 2 * 2e6 / DENSE_BYTES).density, "two shards, the slower counts"
-    assert shards[0].forms[-1][1] == fit(0.02 * 2 * 1e6 / DENSE_BYTES)
-    shards[1].uplink.bytes_per_second = None
-    assert density(2) == fit(0.03).density
+    assert density(1) == pytest.approx(fit(0.02 * 2 * 2e6 / DENSE_BYTES).density), "two shards, the slower counts"
+    assert shards[0].forms[-1][1].density == pytest.approx(fit(0.02 * 2 * 1e6 / DENSE_BYTES).density)
+
+
+@pytest.mark.parametrize("seconds", [0.002, 0.03, 0.3])
+@pytest.mark.parametrize("size", [1_000_000, 30_000_000])
+def test_seconds_a_step_follow_a_line_that_becomes_slower_and_faster(seconds, size):
+    """Also where a budget is too small to measure the line by: a step now and then measures it."""
+    shard = FakeShard()
+    density = schedule(psclient.Budget(seconds_per_step=seconds), [shard], [size])
+    for rate in (5e5, 5e4, 5e6):
+        for step in range(500):
+            took = shard.transfer(density(step), 4 * size, rate)
+        least = 4 * size * element_bits(fit(1e-6).density, INT4) / 32 / rate
+        assert took <= 1.2 * max(seconds, least)
+        assert took >= 0.8 * min(seconds, 4 * size * element_bits(1.0, INT4) / 32 / rate)
+
+
+def test_few_steps_measure_the_line():
+    shard = FakeShard()
+    density = schedule(psclient.Budget(seconds_per_step=0.01), [shard], [10_000_000])
+    found = []
+    for step in range(1000):
+        found.append(density(step))
+        shard.transfer(found[-1], 40_000_000, 1e6)
+    usual = min(found)
+    assert sum(each > 2 * usual for each in found) == 10
 
 
 def test_a_fast_line_carries_everything_and_a_dead_one_next_to_nothing():
