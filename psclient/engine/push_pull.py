@@ -117,6 +117,7 @@ class PushPull:
             try:
                 with report.timed("encode"):
                     form = replace(shard.push_form, value=pb.VALUE_CODEC_FP32) if exact else shard.push_form
+                    part = part if exact else shard.in_fewest_bytes(part)
                     is_exact = form.value == pb.VALUE_CODEC_FP32
                     chunks: list[tuple[pb.Chunk, memoryview] | tuple[pb.Chunk]]
                     if is_exact and part.offsets is None and part.values.dtype == torch.float32:

@@ -25,7 +25,7 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.telemetry import tracing
 from pscore.telemetry.span import TraceSpan
 from pscore.wire import frames
-from pscore.wire.budget import FEWEST_BYTES, Fit
+from pscore.wire.budget import FEWEST_BYTES, Fit, is_less_dense
 from pscore.wire.codecs.names import INDEX_CODECS, VALUE_CODECS
 from pscore.wire.dense import (
     MessageSize,
@@ -145,6 +145,11 @@ class ShardClient:
     def use_forms(self, push_value: int, reply: Fit) -> None:
         """Write pushes in a value codec, and ask for replies of a form, all with the fewest bytes."""
         self._form, self._reply_form = replace(self._form, value=push_value), reply
+
+    def in_fewest_bytes(self, part: SparseSlice) -> SparseSlice:
+        """Return a part of a push, with zeros among its entries where a budget asks for the fewest bytes."""
+        value = self._form.value if self._reply_form else None
+        return part.everywhere() if value and is_less_dense(part, value) else part
 
     def open_push(self, header: pb.PushHeader, plan: list[Span], idle_seconds: float) -> None:
         """Begin to stream a push; ``header`` lacks generation, version and plan, which are this shard's."""

@@ -35,6 +35,14 @@ class SparseSlice:
             torch.cuda.current_stream(self.values.device).synchronize()
         return SparseSlice(self.span, offsets, values)
 
+    def everywhere(self) -> "SparseSlice":
+        """Return the entries and zeros between them, without offsets."""
+        if self.offsets is None:
+            return self
+        values = self.values.new_zeros(self.span.length)
+        values[self.offsets] = self.values
+        return SparseSlice(self.span, None, values)
+
     def clip(self, span: Span) -> "SparseSlice | None":
         """Return the part inside ``span`` as views of the same memory; ``None`` if nothing lies there."""
         common = self.span.intersect(span)

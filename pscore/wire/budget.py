@@ -7,6 +7,7 @@ bits of a value.
 import math
 from typing import NamedTuple
 
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.codecs.format import ValueFormat
 from pscore.wire.codecs.values import VALUE_FORMATS
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -39,6 +40,12 @@ def element_bits(density: float, value: ValueFormat) -> float:
         return bits_of(value)
     entropy = -sum(p * math.log2(p) for p in (density, 1 - density) if p > 0)
     return entropy + density * (bits_of(value) + _CODING_BITS)
+
+
+def is_less_dense(entries: SparseSlice, codec: int) -> bool:
+    """Tell whether entries take fewer bytes in a value codec with zeros among them than with their places."""
+    value = VALUE_FORMATS[codec]
+    return entries.offsets is not None and element_bits(entries.entries / entries.span.length, value) > bits_of(value)
 
 
 def density_of(bits: float, value: ValueFormat) -> float:

@@ -142,13 +142,6 @@ class ReplySession:
         self.image = self.selection = None
 
 
-def _everywhere(taken: Taken, length: int) -> Taken:
-    """Return the entries among all of a shard, zeros included: places cost more than they do."""
-    values = torch.zeros(length, device=taken.values.device)
-    values[taken.offsets] = taken.values
-    return Taken(torch.arange(length, device=values.device), values)
-
-
 @dataclass(frozen=True, slots=True)
 class ReplyMaker:
     """Makes one reply: ``model`` answers ``request``, and ``reserve`` is told what the reply will occupy."""
@@ -244,11 +237,11 @@ class ReplyMaker:
         version, taken = selection.select(model, image)
         chunks, arrived = [], taken.values
         if taken.offsets.numel():
+            form, entries = self.topk.form(self.form), SparseSlice(model.span, *taken)
             if self.topk.density >= 1:
                 self.reserve(12 * model.span.length)
-                taken = _everywhere(taken, model.span.length)
-            offsets = taken.offsets if self.topk.density < 1 else None
-            form, entries = self.topk.form(self.form), SparseSlice(model.span, offsets, taken.values)
+                entries = entries.everywhere()  # places cost more than zeros do
+                taken = Taken(torch.arange(model.span.length, device=entries.values.device), entries.values)
             encoded = list(frames.encode(entries, form, chunk_bytes=self.topk.chunk_bytes))
             arrived = torch.cat([piece.decoded for piece in encoded]).to(taken.values.device)
             chunks = [piece.chunk for piece in encoded]

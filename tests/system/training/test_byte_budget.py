@@ -78,3 +78,18 @@ def test_a_server_that_answers_exactly_does_so_all_the_same():
         ) as optimizer,
     ):
         assert {report.reply_mode for report in train(model, optimizer, STEPS)} == {"exact"}
+
+
+@pytest.mark.parametrize("method", ["dgs", "gradient_dropping", "rmsprop", "server_rmsprop"])
+def test_gradients_that_are_zero_here_and_there_keep_to_a_budget_that_sends_all(method):
+    """A fifth of the units is dead: their gradients are zeros, whose places would cost more than they do."""
+    kind, options = METHODS[method]
+    model = make_model()
+    with torch.no_grad():
+        model[0].bias[::5] = -1e6
+    dense = 4 * sum(parameter.numel() for parameter in model.parameters())
+    with kind(model.parameters(), model=model, settings=SETTINGS, budget=0.14, **options) as optimizer:
+        for report in train(model, optimizer, STEPS)[BEGINNING:]:
+            assert report.push_entries == dense // 4
+            assert report.push_bytes < 0.14 * dense
+            assert report.pull_bytes < 0.14 * dense
