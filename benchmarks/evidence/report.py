@@ -104,6 +104,7 @@ def _parameters(task: str) -> int:
 def _notes(evidence: Evidence) -> list[str]:
     runs = [run for seeds in evidence.runs.values() for run in seeds.values()]
     tasks = dict.fromkeys(run.spec.task for run in runs)
+    given = {stage.rate for stage in evidence.stages if stage.rate is not None}
     return [
         *(
             f"{TASKS[task].title}: {_parameters(task):,} parameters, "
@@ -111,8 +112,13 @@ def _notes(evidence: Evidence) -> list[str]:
             f"batches of {TASKS[task].batch_size}. {TASKS[task].source()}"
             for task in tasks
         ),
-        "Rates are searched alike for every method, form and number of workers, by runs of full length with another "
-        "seed, on data of their own. ± is one paired standard error in brackets, one deviation over seeds elsewhere; "
+        *(f"No rate was searched: it is {rate:g} for all." for rate in given),
+        *(
+            "Rates are searched alike for every method, form and number of workers, by runs of full length with another "
+            "seed, on data of their own."
+            for _ in range(not given)
+        ),
+        "± is one paired standard error in brackets, one deviation over seeds elsewhere; "
         "better and worse are beyond one error. Up and down are shares of the bytes of a dense step of every worker.",
         "Simulated: one process is all workers, in random turns, beside a real server. Real: a process each; a step "
         "lasts as long as the machine needs for one step of all, so that its load makes no staleness.",
