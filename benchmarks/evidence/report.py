@@ -114,8 +114,8 @@ def _notes(evidence: Evidence) -> list[str]:
         ),
         *(f"No rate was searched: it is {rate:g} for all." for rate in given),
         *(
-            "Rates are searched alike for every method, form and number of workers, by runs of full length with another "
-            "seed, on data of their own."
+            "Rates are searched alike for every method, form and number of workers, by runs of full length with "
+            "another seed, on data of their own."
             for _ in range(not given)
         ),
         "± is one paired standard error in brackets, one deviation over seeds elsewhere; "
