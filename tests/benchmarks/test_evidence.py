@@ -101,7 +101,7 @@ def test_the_report_answers_and_says_what_was_not_run(tmp_path):
     assert "RMSprop on the server, 3 % of bytes | 2.9% | 2.9% | 1.800 (+0.001 ± 0.001, better)" in page
     assert "2.500 (−0.499 ± 0.001, worse)" in page
     assert "RMSprop on the server, 3 % of bytes: better (better than dense ASGD)" in page
-    assert "Not run: Python source, small transformer, real, with 4 workers." in page
+    assert "Python source, small transformer, real: 0 of 4 with 4 workers." in page
     assert [path.name for path in curves.draw(tmp_path, found.runs)] == ["evidence-text-tiny-simulated-4.png"]
 
 
