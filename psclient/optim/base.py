@@ -18,6 +18,7 @@ from psclient import settings as client_settings
 from psclient.buckets.layer_density import LayerDensity
 from psclient.buckets.plan import BucketPlan
 from psclient.budget import Budget, budget_of
+from psclient.compress.gradients import Scale
 from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.method import Group, Recurrence
 from psclient.engine.budget import BudgetSchedule
@@ -193,10 +194,11 @@ class ParameterServerOptimizer(Optimizer, ABC):
         """Return the functions that collect a push's gradients and its rates; neither may refer to the optimizer."""
         return partial(gather, model, groups), groups.rates
 
-    def gradient_scale(self, gradients: Sequence[torch.Tensor], live_workers: int) -> float:
+    def gradient_scale(self, gradients: Sequence[torch.Tensor], live_workers: int) -> Scale:
         """Return a factor for all gradients of this step; 1 unless the method clips.
 
-        On a device the gradients may not be finite yet: the step fails then, whatever is returned.
+        A tensor of no dimension, on their device, costs no wait. Such gradients may not be finite: the step fails then,
+        whatever is returned.
         With ``overlap=True`` nobody asks: the first gradients are sent before the last are known.
         """
         return 1.0
