@@ -70,6 +70,7 @@ def _stages(options: argparse.Namespace) -> list[Stage]:
             seeds=tuple(options.seeds or stage.seeds),
             momenta=stage.momenta and not options.rates_only,
             rate=options.rate,
+            samples=options.samples or stage.samples,
         )
         for stage in (QUICK if options.quick else full())
         if stage.task in (options.tasks or SAMPLES)
@@ -95,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rate", type=float, metavar="R", help="effective learning rate of all runs, in place of a search"
     )
+    parser.add_argument("--samples", type=int, metavar="N", help="of all workers together, in place of the task's")
     parser.add_argument("--text", type=Path, metavar="FILE", help="a plain text in the place of the fetched English")
     parser.add_argument("--report", action="store_true", help="report what the journal has, and run nothing")
     parser.add_argument(
