@@ -4,6 +4,7 @@ import math
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
@@ -86,11 +87,13 @@ class Trainee:
     def gradient(self) -> None:
         """Compute the gradient of the next batch."""
         self._optimizer.zero_grad()
-        loss = loss_of(self._model, next(self._draws))
-        if not math.isfinite(loss.item()):
-            self.told.diverged = True
-            return
-        torch.autograd.backward(loss)
+        served = self._served if METHODS[self._spec.method].ahead else None
+        with nullcontext() if served is None else served.lookahead():
+            loss = loss_of(self._model, next(self._draws))
+            if not math.isfinite(loss.item()):
+                self.told.diverged = True
+                return
+            torch.autograd.backward(loss)
         clip(self._model)
 
     def step(self) -> None:

@@ -29,7 +29,8 @@ class Entrant(NamedTuple):
         return None if self.form == "dense" else Entrant(_TWINS.get(self.method, self.method), "dense")
 
 
-_TWINS = {"dgs": "asgd", "dgc": "asgd", "gradient_dropping": "asgd", "outer_sparse": "outer"}
+_AHEAD = ("dgs_ahead", "dgc_ahead", "dropping_ahead")
+_TWINS = dict.fromkeys(("dgs", "dgc", "gradient_dropping", *_AHEAD), "asgd") | {"outer_sparse": "outer"}
 ASGD = Entrant("asgd", "dense")
 
 
@@ -44,6 +45,7 @@ MAIN = (
     *(Entrant(method, "1 %") for method in ("rmsprop", "gradient_dropping", "dgs")),
 )
 OTHERS = (
+    *(Entrant(method, form) for method in _AHEAD for form in ("3 % of bytes", "1 %")),
     *_entrants("dgc", "3 % of bytes", "1 %"),
     *_entrants("adam", "dense", "3 % of bytes", "1 %, top-k"),
     *_entrants("ssgd", "dense"),

@@ -308,6 +308,19 @@ class ParameterServerOptimizer(Optimizer, ABC):
         """
         return nullcontext() if self._stepper.overlap is None else self._stepper.overlap.accumulating()
 
+    def lookahead(self) -> AbstractContextManager[None]:
+        """Run forward and backward passes where the model will be once this worker's residuals arrive.
+
+        Wrap them, and not :meth:`step`. For sparse pushes (docs/which-method.md). Costs a copy of the parameters, which
+        have the same bits again after the body.
+
+        Raises:
+            ConfigurationError: with ``overlap=True`` or ``rounds=``, or where the server does not subtract pushes.
+        """
+        if self._stepper.overlap is not None or self._rounds is not None or "update" in self.agreed_settings():
+            raise ConfigurationError("lookahead() is for DGS, DGC and GradientDropping, without overlap= and rounds=")
+        return self._worker.looking_ahead()
+
     def flush(self) -> None:
         """Push all residuals whole, at density 1; :meth:`pull` brings them back into the parameters.
 
@@ -317,11 +330,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._worker.run(self._steps.flush)
 
     def flush_on_exit(self) -> None:
-        """Push the rest before this worker leaves or waits for others: by :meth:`flush`, or the local steps.
-
-        Raises:
-            ServerUnreachableError: no server within the patience.
-        """
+        """Push the rest before this worker leaves or waits for others: by :meth:`flush`, or the local steps."""
         self._worker.run(self._steps.flush_on_exit)
 
     def pull(self) -> None:
