@@ -73,7 +73,7 @@ CONTENDERS = {
     each.key: each
     for each in (
         Contender("rmsprop", "ServerRMSprop", "rmsprop"),
-        Contender("overlap", "ServerRMSprop, overlap", "rmsprop", {"overlap": True}, tuned_as="rmsprop"),
+        Contender("overlap", "ServerRMSprop, overlap", "rmsprop", {"overlap": True}),
         Contender("dropping", "GradientDropping", "gradient_dropping"),
         Contender("ddp", "DDP"),
         Contender("fp16", "DDP, fp16", hook=lambda: (None, fp16_compress_hook), tuned_as="ddp"),
