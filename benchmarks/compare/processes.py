@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
+from benchmarks.network import lab
 from benchmarks.harness.children import Child, ChildFailedError
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -22,17 +23,18 @@ __all__ = ["Child", "ChildFailedError", "server"]
 
 
 @contextmanager
-def server(settings: dict[str, object]) -> Iterator[str]:
+def server(settings: dict[str, object], space: str = "") -> Iterator[str]:
     """Run a server for the body; yields its address.
 
     Args:
         settings: those of ``psservice serve`` that are not at their defaults.
+        space: network namespace that it runs in.
 
     Raises:
         ChildFailedError: it does not come up, or does not end.
     """
     announced, announces = _CONTEXT.Pipe(duplex=False)
-    process = _CONTEXT.Process(target=_serve, args=(announces, settings), name="server", daemon=True)
+    process = _CONTEXT.Process(target=_serve, args=(announces, settings, space), name="server", daemon=True)
     process.start()
     announces.close()
     try:
@@ -53,9 +55,11 @@ def server(settings: dict[str, object]) -> Iterator[str]:
         announced.close()
 
 
-def _serve(announces: Connection, settings: dict[str, object]) -> None:
+def _serve(announces: Connection, settings: dict[str, object], space: str) -> None:
     from psservice.cli import main as cli
 
+    if space:
+        lab.enter(space)
     given: dict[str, object] = {
         "listen": "127.0.0.1:0",
         "health_listen": "",

@@ -1,5 +1,6 @@
 """One worker of a run: an ordinary training loop, and what is counted beside it."""
 
+import functools
 import math
 import random
 import time
@@ -10,6 +11,7 @@ from multiprocessing.connection import Connection
 import numpy
 import numpy.typing
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.compare.methods import METHODS, Setup
 from benchmarks.compare.spec import Spec
@@ -71,7 +73,7 @@ class Trainee:
             connection_to(address, worker, spec.form.values) if address else {},
         )
         self._optimizer, scheduled = METHODS[spec.method].make(setup)
-        self._schedule = _decay(scheduled, spec.steps) if scheduled is not None else None
+        self._schedule = LambdaLR(scheduled, functools.partial(decay, steps=spec.steps)) if scheduled is not None else None
         self._served = self._optimizer if isinstance(self._optimizer, ParameterServerOptimizer) else None
         self._downloaded = self._served.totals.pull_bytes if self._served is not None else 0
         points = spec.points if worker == 0 else 0
@@ -194,13 +196,9 @@ def connection_to(address: str, worker: int, values: str = "fp32") -> dict[str, 
     return {"server": address, "worker": f"worker-{worker}", "settings": settings}
 
 
-def _decay(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
-    """Raise the rate over the first tenth of the steps, then let it fall to zero along a cosine."""
+def decay(step: float, steps: int) -> float:
+    """Return the factor of the rate: it rises over the first tenth of the steps, then falls to zero along a cosine."""
     rise = max(1, steps // 10)
-
-    def factor(step: int) -> float:
-        if step < rise:
-            return (step + 1) / rise
-        return (1 + math.cos(math.pi * (step - rise) / (steps - rise))) / 2
-
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    if step < rise:
+        return (step + 1) / rise
+    return (1 + math.cos(math.pi * (step - rise) / (steps - rise))) / 2

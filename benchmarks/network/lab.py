@@ -6,6 +6,7 @@ is removed by the next.
 """
 
 import ctypes
+import json
 import os
 import shutil
 import socket
@@ -48,11 +49,7 @@ class Lab:
         self._stack = ExitStack()
         self._name = f"{_PREFIX}{os.getpid()}"
         try:
-            switch = self._space("switch")
-            _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-            _ip("-n", switch, "link", "set", "bridge", "up")
-            for host in range(hosts):
-                self._plug(self._space(str(host)), switch, host, bits_per_second)
+            self._connect(hosts, bits_per_second)
         except BaseException:
             self._stack.close()
             raise
@@ -93,19 +90,31 @@ class Lab:
     ) -> None:
         self._stack.close()
 
+    def received(self, host: int) -> int:
+        """Return the bytes that have come to a host."""
+        link = json.loads(ip("-n", self.space(host), "-s", "-j", "link", "show", "card"))[0]
+        return int(link["stats64"]["rx"]["bytes"])
+
+    def _connect(self, hosts: int, bits_per_second: float) -> None:
+        switch = self._space("switch")
+        ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        ip("-n", switch, "link", "set", "bridge", "up")
+        for host in range(hosts):
+            self._plug(self._space(str(host)), switch, host, bits_per_second)
+
     def _space(self, of: str) -> str:
         name = f"{self._name}-{of}"
-        _ip("netns", "add", name)
-        self._stack.callback(_ip, "netns", "del", name)
+        ip("netns", "add", name)
+        self._stack.callback(ip, "netns", "del", name)
         return name
 
     def _plug(self, space: str, switch: str, host: int, bits_per_second: float) -> None:
         port = f"port{host}"
-        _ip("link", "add", "card", "netns", space, "type", "veth", "peer", "name", port, "netns", switch)
-        _ip("-n", switch, "link", "set", port, "master", "bridge", "up")
-        _ip("-n", space, "address", "add", f"{self.address(host)}/24", "dev", "card")
-        _ip("-n", space, "link", "set", "card", "up")
-        _ip("-n", space, "link", "set", "lo", "up")
+        ip("link", "add", "card", "netns", space, "type", "veth", "peer", "name", port, "netns", switch)
+        ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+        ip("-n", space, "address", "add", f"{self.address(host)}/24", "dev", "card")
+        ip("-n", space, "link", "set", "card", "up")
+        ip("-n", space, "link", "set", "lo", "up")
         for where, device in ((space, "card"), (switch, port)):
             # A bucket of 4 ms, and a queue of half a second: the rate is reached, and nothing is dropped at once.
             burst, queue = max(16_000, int(bits_per_second / 8 * 0.004)), int(bits_per_second / 8 * 0.5) + 64_000
@@ -167,14 +176,15 @@ def _drain(receiver: socket.socket, seconds: float) -> tuple[int, float]:
 
 def _sweep() -> None:
     """Remove the namespaces of runs that were killed."""
-    for line in _ip("netns", "list").splitlines():
+    for line in ip("netns", "list").splitlines():
         name = line.split()[0] if line.split() else ""
         owner = name.removeprefix(_PREFIX).partition("-")[0]
         if name.startswith(_PREFIX) and owner.isdigit() and not psutil.pid_exists(int(owner)):
-            _ip("netns", "del", name)
+            ip("netns", "del", name)
 
 
-def _ip(*words: str) -> str:
+def ip(*words: str) -> str:
+    """Run ``ip``, and return what it says."""
     return _run("ip", *words)
 
 

@@ -1,121 +1,122 @@
-"""Two hosts on this machine and a line between them that is slow, long, lossy and cut: packets pass here.
+"""Hosts on this machine and lines between them that are slow, long, lossy and cut: packets pass a process of their own.
 
-``tc`` has no delay here, so both ends are TUN devices, each in a network namespace of its own, and this process is the
-line: every IP packet waits for its place at the rate, then for the delay, and is dropped with a probability, where the
-queue is full, or while the line is cut. TCP at both ends is the kernel's. Needs root.
+``tc`` has no delay here, so each host's card is a TUN device and the process is the switch: every IP packet waits for
+its place at the sender's rate, then for the delay, then for its place at the receiver's rate. It is dropped with a
+probability, where a queue is full, or while the lines are cut. TCP at both ends is the kernel's. Needs root.
 """
 
 import fcntl
+import heapq
 import os
 import random
 import select
 import struct
-import subprocess
-import threading
 import time
-from collections import deque
-from types import TracebackType
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
 
-from benchmarks.network.lab import inside
+from benchmarks.harness.children import Child
+from benchmarks.network.lab import Lab, inside, ip
 
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
-_PACKET_BYTES = 2048
-_SECONDS = 20.0
+_PACKET_BYTES = 1 << 16
+_START_SECONDS, _STOP_SECONDS = 120.0, 20.0
+_TOGETHER = 32  # packets that are taken from a card before those that are due are looked at
 
 
-class LongLine:
-    """Hosts ``server`` (10.78.0.1) and ``workers`` (10.78.0.2); a context manager.
+class LongLine(Lab):
+    """Hosts ``0 … n-1`` around one switch with a delay; a context manager.
 
     Args:
-        bits_per_second: each way.
+        hosts: how many.
+        bits_per_second: of every card, each way.
         delay_seconds: one way.
-        loss: share of the packets that are lost, each way.
-        queue_seconds: what the line's queue holds before it drops.
-
-    Attributes:
-        cut: whether nothing passes now.
-        bytes_up: to the server, that have passed.
-        bytes_down: to the workers.
+        loss: share of the packets that are lost.
+        queue_seconds: what a card's queue holds before it drops.
+        packet_bytes: largest packet.
     """
 
-    server = "10.78.0.1"
-
     def __init__(
-        self, bits_per_second: float, delay_seconds: float, loss: float, queue_seconds: float = 0.5, seed: int = 1
+        self,
+        hosts: int,
+        bits_per_second: float,
+        delay_seconds: float,
+        loss: float = 0.0,
+        queue_seconds: float = 0.5,
+        packet_bytes: int = 1500,
     ) -> None:
-        self._rate, self._delay, self._loss = bits_per_second / 8, delay_seconds, loss
-        self._queue_seconds, self._seed = queue_seconds, seed
-        self._spaces = {host: f"sparseps-{os.getpid()}-{host}" for host in ("server", "workers")}
-        self._stop = threading.Event()
-        self._threads: list[threading.Thread] = []
-        self._ends: list[int] = []
-        self.cut = False
-        self.bytes_up = self.bytes_down = 0
+        self._line = (bits_per_second / 8, delay_seconds, loss, queue_seconds)
+        self._packet_bytes, self._cut = packet_bytes, False
+        super().__init__(hosts, bits_per_second)
 
-    def inside(self, host: str) -> list[str]:
-        """Return what a command begins with that runs on a host."""
-        return ["ip", "netns", "exec", self._spaces[host]]
+    def _connect(self, hosts: int, bits_per_second: float) -> None:
+        spaces = [self._space(str(host)) for host in range(hosts)]
+        self._switch = self._stack.enter_context(Child("the switch", _switch, spaces, *self._line))
+        self._stack.callback(self._switch.tell)
+        self._switch.hear(_START_SECONDS)
+        for host, space in enumerate(spaces):
+            ip("-n", space, "link", "set", "lo", "up")
+            ip("-n", space, "address", "add", f"{self.address(host)}/24", "dev", "card")
+            ip("-n", space, "link", "set", "card", "mtu", str(self._packet_bytes), "up")
 
-    def __enter__(self) -> "LongLine":
-        """Make both hosts, and let packets pass."""
-        try:
-            for number, space in enumerate(self._spaces.values(), start=1):
-                _ip("netns", "add", space)
-                self._ends.append(inside(space, _open_tun))
-                for words in (
-                    ("link", "set", "lo", "up"),
-                    ("address", "add", f"10.78.0.{number}/24", "dev", "line"),
-                    ("link", "set", "line", "up"),
-                ):
-                    _ip("-n", space, *words)
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-        server, workers = self._ends
-        for source, target, name in ((workers, server, "bytes_up"), (server, workers, "bytes_down")):
-            thread = threading.Thread(target=self._carry, args=(source, target, name), daemon=True)
-            thread.start()
-            self._threads.append(thread)
-        return self
+    @property
+    def cut(self) -> bool:
+        """Tell whether nothing passes now."""
+        return self._cut
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(_SECONDS)
-        for end in self._ends:
-            os.close(end)
-        for space in self._spaces.values():
-            subprocess.run(["ip", "netns", "delete", space], capture_output=True, timeout=_SECONDS)
+    @cut.setter
+    def cut(self, cut: bool) -> None:
+        self._cut = cut
+        self._switch.tell(cut)
 
-    def _carry(self, source: int, target: int, counter: str) -> None:
-        rng = random.Random(f"{self._seed} {counter}")
-        waiting: deque[tuple[float, bytes]] = deque()
-        free = 0.0  # when the line has sent what is in its queue
-        while not self._stop.is_set():
-            now = time.monotonic()
-            while waiting and waiting[0][0] <= now:
-                packet = waiting.popleft()[1]
-                if not self.cut:
-                    os.write(target, packet)
-                    setattr(self, counter, getattr(self, counter) + len(packet))
-            pause = min(0.1, max(0.0, waiting[0][0] - now)) if waiting else 0.1
-            if not select.select([source], [], [], pause)[0]:
+
+def _switch(
+    connection: Connection, spaces: Sequence[str], rate: float, delay: float, loss: float, queue_seconds: float
+) -> None:
+    """Carry packets until told nothing."""
+    cards = [inside(space, _open_tun) for space in spaces]
+    connection.send("ready")
+    rng, poll, cut = random.Random(1), select.poll(), False
+    sent, received = [0.0] * len(cards), [0.0] * len(cards)  # when each card's queue is empty, each way
+    waiting: list[tuple[float, int, int, bytes]] = []
+    number = 0
+    for end in (connection.fileno(), *cards):
+        poll.register(end, select.POLLIN)
+    host_of = {card: host for host, card in enumerate(cards)}
+    while True:
+        pause = max(0.0, waiting[0][0] - time.monotonic()) if waiting else 1.0
+        for ready, _ in poll.poll(1000 * pause):
+            if ready not in host_of:
+                cut = connection.recv()
+                if cut is None:
+                    return
                 continue
-            packet = os.read(source, _PACKET_BYTES)
-            now = time.monotonic()
-            if self.cut or rng.random() < self._loss or free - now > self._queue_seconds:
-                continue
-            free = max(now, free) + len(packet) / self._rate
-            waiting.append((free + self._delay, packet))
+            for _ in range(_TOGETHER):
+                try:
+                    packet = os.read(ready, _PACKET_BYTES)
+                except BlockingIOError:
+                    break
+                now, source, target = time.monotonic(), host_of[ready], packet[19] - 1
+                if packet[0] >> 4 != 4 or not 0 <= target < len(cards):
+                    continue  # not IPv4, or to everybody
+                taken = len(packet) / rate
+                if cut or rng.random() < loss or sent[source] - now > queue_seconds:
+                    continue
+                sent[source] = max(now, sent[source]) + taken
+                there = sent[source] + delay
+                if received[target] - there > queue_seconds:
+                    continue
+                received[target] = max(there - taken, received[target]) + taken
+                number += 1
+                heapq.heappush(waiting, (received[target], number, target, packet))
+        now = time.monotonic()
+        while waiting and waiting[0][0] <= now:
+            _, _, target, packet = heapq.heappop(waiting)
+            if not cut:
+                os.write(cards[target], packet)
 
 
 def _open_tun() -> int:
-    end = os.open("/dev/net/tun", os.O_RDWR)
-    fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH", b"line", _IFF_TUN | _IFF_NO_PI))
-    return end
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=_SECONDS)
+    card = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(card, _TUNSETIFF, struct.pack("16sH", b"card", _IFF_TUN | _IFF_NO_PI))
+    return card

@@ -19,7 +19,8 @@ from benchmarks.network.longline import LongLine
 
 _CUT_SECONDS = 30.0
 _MOST_SECONDS = 3600.0
-_ADDRESS = f"{LongLine.server}:50051"
+_SERVER, _WORKERS = 0, 1  # the hosts
+_ADDRESS = f"{LongLine.address(_SERVER)}:50051"
 _SERVE = (
     f"-m psservice serve --listen {_ADDRESS} --insecure --health-listen= --metrics-listen= --log-format text".split()
 )
@@ -66,11 +67,16 @@ def work(parameters: int, name: str) -> None:
     optimizer.close()
 
 
+def _on(line: LongLine, host: int) -> list[str]:
+    """Return what a command begins with that runs on a host."""
+    return ["ip", "netns", "exec", line.space(host)]
+
+
 class _Worker:
     """A worker's process on the far side."""
 
     def __init__(self, line: LongLine, parameters: int, name: str, log: Path) -> None:
-        command = [*line.inside("workers"), sys.executable, "-m", "benchmarks.network.slowjoin", "--worker", name]
+        command = [*_on(line, _WORKERS), sys.executable, "-m", "benchmarks.network.slowjoin", "--worker", name]
         with log.open("a") as stream:
             self._process = subprocess.Popen(
                 [*command, "--parameters", str(parameters)],
@@ -105,9 +111,9 @@ def measure(bits: float, delay: float, loss: float, parameters: int, folder: Pat
     least, found = 8 * nbytes / bits, []
     name = f"{bits / 1e6:g}-{delay * 1e3:g}"
     with (
-        LongLine(bits, delay, loss) as line,
+        LongLine(2, bits, delay, loss) as line,
         (folder / f"server-{name}.log").open("w") as log,
-        subprocess.Popen([*line.inside("server"), sys.executable, *_SERVE], stderr=log) as server,
+        subprocess.Popen([*_on(line, _SERVER), sys.executable, *_SERVE], stderr=log) as server,
     ):
         workers: list[_Worker] = []
         pool = ThreadPoolExecutor(2)
@@ -129,28 +135,28 @@ def measure(bits: float, delay: float, loss: float, parameters: int, folder: Pat
             line.cut = False
 
         try:
-            up, down = line.bytes_up, line.bytes_down
+            up, down = line.received(_SERVER), line.received(_WORKERS)
             first = join("w0")
-            while line.bytes_up - up < nbytes / 50:
+            while line.received(_SERVER) - up < nbytes / 50:
                 time.sleep(0.1)
             second = join("w1")
             answers = {pool.submit(worker.answer) for worker in (first, second)}
-            cut_half_way(lambda: line.bytes_up)
+            cut_half_way(lambda: line.received(_SERVER))
             # Who has sent little before the cut may find another one at it afterwards.
             done, waiting = wait(answers, _MOST_SECONDS, FIRST_COMPLETED)
             seconds = done.pop().result()["seconds"]
-            found.append(Joined("uploads", seconds, least + _CUT_SECONDS, (line.bytes_up - up) / nbytes))
-            cut_half_way(lambda: line.bytes_down)
+            found.append(Joined("uploads", seconds, least + _CUT_SECONDS, (line.received(_SERVER) - up) / nbytes))
+            cut_half_way(lambda: line.received(_WORKERS))
             waited = waiting.pop().result(_MOST_SECONDS)["seconds"]
             found.append(
-                Joined("waits, downloads", waited, 2 * (least + _CUT_SECONDS), (line.bytes_down - down) / nbytes)
+                Joined("waits, downloads", waited, 2 * (least + _CUT_SECONDS), (line.received(_WORKERS) - down) / nbytes)
             )
             second.step()
             first.end()  # killed: its lease is still there when the next one comes
-            down = line.bytes_down
+            down = line.received(_WORKERS)
             third = join("w0")
             seconds = third.answer()["seconds"]
-            found.append(Joined("resumes", seconds, least, (line.bytes_down - down) / nbytes))
+            found.append(Joined("resumes", seconds, least, (line.received(_WORKERS) - down) / nbytes))
             third.step()
         finally:
             for worker in workers:

@@ -1,0 +1,88 @@
+"""Who is compared: methods of this library, and torch's own ways of training together over gloo."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+Hook = Callable[[Any, torch.distributed.GradBucket], torch.futures.Future[torch.Tensor]]
+
+DENSE_STEPS = 10
+"""PowerSGD's first steps, whole as in its authors' runs: its approximation starts from gradients of some size."""
+PERIOD = 8
+"""Local steps between two averages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inner:
+    """The optimizer that a rival's workers run on the gradient that all of them have.
+
+    Attributes:
+        make: takes parameters and the effective rate.
+        rate_scale: what the task's rates are multiplied by, as for the methods of this library.
+    """
+
+    make: Callable[[Any, float], torch.optim.Optimizer]
+    rate_scale: float = 1.0
+
+
+INNERS = {
+    "SGD": Inner(lambda parameters, rate: torch.optim.SGD(parameters, rate)),
+    "SGD, momentum 0.9": Inner(lambda parameters, rate: torch.optim.SGD(parameters, 0.1 * rate, 0.9)),
+    "RMSprop": Inner(lambda parameters, rate: torch.optim.RMSprop(parameters, rate), 0.01),
+    "Adam": Inner(lambda parameters, rate: torch.optim.Adam(parameters, rate, (0.9, 0.99)), 0.01),
+}
+"""Tried with DDP's whole gradients; the other rivals take the best two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One column of the tables.
+
+    Attributes:
+        key: its name in the journal.
+        title: its name for readers.
+        method: key of :data:`~benchmarks.compare.methods.METHODS`; empty for a rival.
+        options: further keywords of the method's optimizer.
+        hook: makes DDP's hook and its state, for ``None`` the whole gradient; unused where there is a method.
+        local: workers step alone, and average their models every :data:`PERIOD` steps.
+        tuned_as: the contender whose rate it takes: it has the same trajectory, or nearly.
+    """
+
+    key: str
+    title: str
+    method: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    hook: Callable[[], tuple[Any, Hook]] | None = None
+    local: bool = False
+    tuned_as: str = ""
+
+
+def _power(rank: int) -> Contender:
+    def make() -> tuple[Any, Hook]:
+        return PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=DENSE_STEPS), powerSGD_hook
+
+    return Contender(f"power-{rank}", f"PowerSGD, rank {rank}", hook=make)
+
+
+CONTENDERS = {
+    each.key: each
+    for each in (
+        Contender("rmsprop", "ServerRMSprop", "rmsprop"),
+        Contender("overlap", "ServerRMSprop, overlap", "rmsprop", {"overlap": True}, tuned_as="rmsprop"),
+        Contender("dropping", "GradientDropping", "gradient_dropping"),
+        Contender("ddp", "DDP"),
+        Contender("fp16", "DDP, fp16", hook=lambda: (None, fp16_compress_hook), tuned_as="ddp"),
+        _power(1),
+        _power(2),
+        _power(4),
+        Contender("local", f"local SGD, {PERIOD} steps", local=True),
+    )
+}
+"""All contenders by key, those of this library first."""
+
+

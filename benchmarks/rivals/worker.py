@@ -1,0 +1,216 @@
+"""One worker of a run: a training loop whose steps last as long as asked for, and what is counted beside it."""
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
+from torch.nn.parallel import DistributedDataParallel
+
+import psclient
+from benchmarks.compare.methods import METHODS, Setup
+from benchmarks.compare.spec import Form
+from benchmarks.compare.tasks import TASKS, loss_of
+from benchmarks.compare.worker import clip, connection_to, decay
+from benchmarks.network.lab import enter
+from benchmarks.rivals.contenders import CONTENDERS, INNERS, PERIOD, Hook
+
+BUDGET = Form(budget=0.03)
+_BUCKET_MB = 1000  # one bucket: with more of them PowerSGD does not end over gloo
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What all workers of a run do.
+
+    Attributes:
+        task: key of the task.
+        contender: key of the contender.
+        inner: key of the rival's optimizer; empty for a method of this library.
+        rate: effective, before the scale of the method or optimizer.
+        workers: how many.
+        seed: of the weights and of the data.
+        samples: of all workers together.
+        steps: that each worker makes at most, of those that the samples are; for the time of a step alone.
+        pace: seconds that a step lasts at least, without the network.
+        slowness: what the last worker's pace is multiplied by.
+        validation: the loss is measured on the data to choose settings by.
+    """
+
+    task: str
+    contender: str
+    inner: str
+    rate: float
+    workers: int
+    seed: int
+    samples: int
+    steps: int
+    pace: float = 0.0
+    slowness: float = 1.0
+    validation: bool = False
+
+    @property
+    def all_steps(self) -> int:
+        """Steps of each worker for all samples."""
+        return self.samples // (TASKS[self.task].batch_size * self.workers)
+
+
+@dataclass(slots=True)
+class Told:
+    """What a worker tells at its end.
+
+    Attributes:
+        moments: at the end of each step: seconds from the start, bytes that have left its card, and come to it,
+            headers included.
+        curve: steps, seconds and loss of its model on the way; of the first worker alone.
+        final: loss of the model at the end; of the first worker alone.
+    """
+
+    moments: list[tuple[float, int, int]] = field(default_factory=list)
+    curve: list[tuple[int, float, float]] = field(default_factory=list)
+    final: float = math.inf
+
+
+class _Loop:
+    """What both kinds of workers have in common: model, data, pace, clock, counters."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job, self.rank, self.told = job, rank, Told()
+        self._task = TASKS[job.task]
+        self.model = self._task.initial_model(job.seed)
+        self._draws = self._task.draws(job.seed, rank, job.workers)
+        self._pace = job.pace * (job.slowness if rank == job.workers - 1 else 1.0)
+        self._kept: list[tuple[int, float, dict[str, torch.Tensor]]] = []
+        self._due = self._started = 0.0
+        self._before = (0, 0)
+
+    def start(self, connection: Connection) -> None:
+        """Wait for the word; the clock runs from then on."""
+        connection.send("ready")
+        connection.recv()
+        self._before, self._started = _card_bytes(), time.perf_counter()
+
+    def gradient(self, model: torch.nn.Module) -> None:
+        """Compute the gradient of the next batch; whoever sends it waits for the pace first."""
+        self._due = time.perf_counter() + self._pace
+        model.zero_grad(set_to_none=True)
+        torch.autograd.backward(loss_of(model, next(self._draws)))
+
+    def wait(self) -> None:
+        """Sleep until the step has lasted as long as it must."""
+        time.sleep(max(0.0, self._due - time.perf_counter()))
+
+    def stepped(self) -> None:
+        """Note the time, and the first worker's model from time to time."""
+        moments = self.told.moments
+        sent, received = (after - before for after, before in zip(_card_bytes(), self._before, strict=True))
+        moments.append((time.perf_counter() - self._started, sent, received))
+        if self.rank == 0 and len(moments) % PERIOD == 0 and self.job.steps == self.job.all_steps:
+            state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+            self._kept.append((len(moments), moments[-1][0], state))
+
+    def end(self, final: Callable[[], dict[str, torch.Tensor]]) -> Told:
+        """Measure what was kept, and the model at the end."""
+        model = self._task.make_model()
+        if self._kept:
+            for steps, seconds, state in [*self._kept, (0, 0.0, final())]:
+                model.load_state_dict(state)
+                loss = self._task.evaluate(model, self.job.validation).loss
+                self.told.curve.append((steps, seconds, loss))
+            self.told.final = self.told.curve.pop()[2]
+        return self.told
+
+
+def serve_and_train(connection: Connection, job: Job, rank: int, space: str, address: str) -> None:
+    """Be a worker of this library: the run is over when the server has all pushes, whoever sent them."""
+    if space:
+        enter(space)
+    loop, contender = _Loop(job, rank), CONTENDERS[job.contender]
+    method, overlap = METHODS[contender.method], bool(contender.options.get("overlap"))
+    if overlap:  # before the optimizer's own hooks: nothing is sent before its time
+        for parameter in loop.model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: loop.wait())
+    setup = Setup(
+        loop.model,
+        job.rate * method.rate_scale,
+        0.0,
+        BUDGET.size,
+        job.all_steps,
+        job.workers,
+        {**connection_to(address, rank), **contender.options},
+    )
+    optimizer, scheduled = method.make(setup)
+    assert isinstance(optimizer, psclient.ServerRMSprop | psclient.GradientDropping) and scheduled is not None
+    highest, pushes = scheduled.param_groups[0]["lr"], job.all_steps * job.workers
+    loop.start(connection)
+    while optimizer.version < pushes:
+        for group in scheduled.param_groups:
+            group["lr"] = highest * decay(optimizer.version / job.workers, job.all_steps)
+        loop.gradient(loop.model)
+        if not overlap:
+            clip(loop.model)
+            loop.wait()
+        optimizer.step()
+        loop.stepped()
+    optimizer.close()
+    connection.send(loop.end(lambda: psclient.download(address)))
+
+
+def average_and_train(connection: Connection, job: Job, rank: int, space: str, meeting: str, card: str) -> None:
+    """Be a worker of a rival: everybody makes each step together, or averages every few steps."""
+    if space:
+        enter(space)
+    os.environ["GLOO_SOCKET_IFNAME"] = card
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=job.workers)
+    loop, contender, inner = _Loop(job, rank), CONTENDERS[job.contender], INNERS[job.inner]
+    model: torch.nn.Module = loop.model
+    if not contender.local:
+        model = DistributedDataParallel(model, bucket_cap_mb=_BUCKET_MB)
+        state, hook = (None, allreduce_hook) if contender.hook is None else contender.hook()
+        model.register_comm_hook(state, _paced(hook, loop.wait))
+    optimizer = inner.make(loop.model.parameters(), job.rate * inner.rate_scale)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: decay(step, job.all_steps))
+    dist.barrier()
+    loop.start(connection)
+    for step in range(job.steps):
+        loop.gradient(model)
+        clip(loop.model)
+        if contender.local:
+            loop.wait()
+        optimizer.step()
+        schedule.step()
+        if contender.local and step % PERIOD == PERIOD - 1:
+            average_parameters(loop.model.parameters(), dist.group.WORLD)
+        loop.stepped()
+    told = loop.end(loop.model.state_dict)
+    dist.barrier()
+    dist.destroy_process_group()
+    connection.send(told)
+
+
+def _paced(hook: Hook, wait: Callable[[], None]) -> Hook:
+    """Return a hook that is called with the last gradient, and waits for the pace before it sends."""
+
+    def send(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        wait()
+        return hook(state, bucket)
+
+    return send
+
+
+def _card_bytes() -> tuple[int, int]:
+    """Return the bytes that this host's cards, loopback aside, have sent and received."""
+    sent = received = 0
+    for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
+        name, _, counts = line.partition(":")
+        if name.strip() != "lo":
+            received, sent = received + int(counts.split()[0]), sent + int(counts.split()[8])
+    return sent, received
