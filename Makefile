@@ -24,11 +24,11 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart examples test container-test fuzz fuzz-service chaos soak lint format stubs references bench gpu scale compare evidence wheel clean
+.PHONY: help venv quickstart examples test container-test fuzz fuzz-service chaos soak lint format stubs references bench gpu scale compare evidence rivals wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo 'ARGS="..." goes to the program behind quickstart, examples, test, fuzz, chaos, soak, bench, scale, compare and evidence; PYTHON=python3.12 picks the interpreter.'
+	@echo 'ARGS="..." goes to the program behind quickstart, examples, test, fuzz, chaos, soak, bench, scale, compare, evidence and rivals; PYTHON=python3.12 picks the interpreter.'
 
 venv: $(STAMP) ## Set up .venv with the tested versions of everything
 
@@ -104,6 +104,9 @@ compare: venv ## Compare the training methods into runs/compare; an hour, QUICK=
 
 evidence: venv ## Does sparse both ways cost accuracy? Into runs/evidence; days in all, the main question first; QUICK=1 takes ten minutes; goes on where it was
 	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m benchmarks.evidence $(if $(QUICK),--quick) $(ARGS)
+
+rivals: venv ## Time to the same loss against torch's DDP, PowerSGD and local SGD on slow networks made here, into runs/rivals; hours, as root; QUICK=1 takes minutes; goes on where it was
+	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m benchmarks.rivals $(if $(QUICK),--quick) $(ARGS)
 
 fuzz-service: venv ## Call the whole service with nearly right messages; ARGS="--inputs N"
 	@$(VENV)/bin/python -m tests.hostile.service $(ARGS)

@@ -57,6 +57,7 @@ class Method:
         make: see :class:`Setup` and :class:`Made`.
         momenta: to search among; the first is the one that the learning rate is searched with.
         kind: single (no server), asynchronous or synchronous.
+        ahead: gradients are computed inside ``lookahead()``.
         rate_scale: what the task's rates are multiplied by, for a method whose rate is on another scale than SGD's.
         server: settings of its server, by the number of workers.
     """
@@ -67,6 +68,7 @@ class Method:
     momenta: tuple[float, ...] = (0.6, 0.3, 0.9)
     kind: Kind = "asynchronous"
     rate_scale: float = 1.0
+    ahead: bool = False
     server: Callable[[int], dict[str, object]] = field(default=lambda workers: {})
 
     @property
@@ -206,6 +208,9 @@ METHODS = {
         Method("dgs", "DGS", _with_momentum(psclient.DGS)),
         Method("dgc", "DGC", _with_momentum(psclient.DGC)),
         Method("gradient_dropping", "Gradient Dropping", _gradient_dropping, momenta=(0.0,)),
+        Method("dgs_ahead", "DGS, lookahead", _with_momentum(psclient.DGS), ahead=True),
+        Method("dgc_ahead", "DGC, lookahead", _with_momentum(psclient.DGC), ahead=True),
+        Method("dropping_ahead", "Gradient Dropping, lookahead", _gradient_dropping, momenta=(0.0,), ahead=True),
         Method("asgd", "ASGD", _asgd, momenta=(0.0, 0.3, 0.6)),
         Method(
             "dc_asgd",

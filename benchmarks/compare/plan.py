@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from benchmarks.compare.methods import METHODS, Method
 
-_EVIDENCE_ONLY = ("adam", "outer_sparse")
+_EVIDENCE_ONLY = ("adam", "outer_sparse", "dgs_ahead", "dgc_ahead", "dropping_ahead")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
-from benchmarks.network import lab
 from benchmarks.harness.children import Child, ChildFailedError
+from benchmarks.network import lab
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["benchmarks.compare.preload"])

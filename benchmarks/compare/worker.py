@@ -5,6 +5,7 @@ import math
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
@@ -73,7 +74,8 @@ class Trainee:
             connection_to(address, worker, spec.form.values) if address else {},
         )
         self._optimizer, scheduled = METHODS[spec.method].make(setup)
-        self._schedule = LambdaLR(scheduled, functools.partial(decay, steps=spec.steps)) if scheduled is not None else None
+        factor = functools.partial(decay, steps=spec.steps)
+        self._schedule = LambdaLR(scheduled, factor) if scheduled is not None else None
         self._served = self._optimizer if isinstance(self._optimizer, ParameterServerOptimizer) else None
         self._downloaded = self._served.totals.pull_bytes if self._served is not None else 0
         points = spec.points if worker == 0 else 0
@@ -88,11 +90,13 @@ class Trainee:
     def gradient(self) -> None:
         """Compute the gradient of the next batch."""
         self._optimizer.zero_grad()
-        loss = loss_of(self._model, next(self._draws))
-        if not math.isfinite(loss.item()):
-            self.told.diverged = True
-            return
-        torch.autograd.backward(loss)
+        served = self._served if METHODS[self._spec.method].ahead else None
+        with nullcontext() if served is None else served.lookahead():
+            loss = loss_of(self._model, next(self._draws))
+            if not math.isfinite(loss.item()):
+                self.told.diverged = True
+                return
+            torch.autograd.backward(loss)
         clip(self._model)
 
     def step(self) -> None:

@@ -69,6 +69,8 @@ def _stages(options: argparse.Namespace) -> list[Stage]:
             entrants=chosen(stage.entrants),
             seeds=tuple(options.seeds or stage.seeds),
             momenta=stage.momenta and not options.rates_only,
+            rate=options.rate,
+            samples=options.samples or stage.samples,
         )
         for stage in (QUICK if options.quick else full())
         if stage.task in (options.tasks or SAMPLES)
@@ -91,6 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", nargs="+", type=int, metavar="N", help="numbers of workers")
     parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="seeds of the runs that count")
     parser.add_argument("--rates-only", action="store_true", help="search no momentum")
+    parser.add_argument(
+        "--rate", type=float, metavar="R", help="effective learning rate of all runs, in place of a search"
+    )
+    parser.add_argument("--samples", type=int, metavar="N", help="of all workers together, in place of the task's")
     parser.add_argument("--text", type=Path, metavar="FILE", help="a plain text in the place of the fetched English")
     parser.add_argument("--report", action="store_true", help="report what the journal has, and run nothing")
     parser.add_argument(

@@ -64,6 +64,8 @@ class Evidence(Runner):
 
     def _tune(self, stage: Stage, entrant: Entrant) -> Choice:
         """Search rate and momentum at full length; a real run takes what the simulator found on the same task."""
+        if stage.rate is not None:
+            return Choice(stage.rate, _momenta(stage, entrant)[0])
         key = stage.task, stage.workers, stage.samples, entrant
 
         def trial(rate: float, momentum: float) -> float | None:

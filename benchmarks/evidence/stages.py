@@ -29,7 +29,8 @@ class Entrant(NamedTuple):
         return None if self.form == "dense" else Entrant(_TWINS.get(self.method, self.method), "dense")
 
 
-_TWINS = {"dgs": "asgd", "dgc": "asgd", "gradient_dropping": "asgd", "outer_sparse": "outer"}
+_AHEAD = ("dgs_ahead", "dgc_ahead", "dropping_ahead")
+_TWINS = dict.fromkeys(("dgs", "dgc", "gradient_dropping", *_AHEAD), "asgd") | {"outer_sparse": "outer"}
 ASGD = Entrant("asgd", "dense")
 
 
@@ -44,6 +45,7 @@ MAIN = (
     *(Entrant(method, "1 %") for method in ("rmsprop", "gradient_dropping", "dgs")),
 )
 OTHERS = (
+    *(Entrant(method, form) for method in _AHEAD for form in ("3 % of bytes", "1 %")),
     *_entrants("dgc", "3 % of bytes", "1 %"),
     *_entrants("adam", "dense", "3 % of bytes", "1 %, top-k"),
     *_entrants("ssgd", "dense"),
@@ -70,6 +72,7 @@ class Stage:
         samples: of all workers together.
         simulated: see :class:`~benchmarks.compare.spec.Spec`.
         momenta: search the momentum too, not the rate alone.
+        rate: effective learning rate of all runs; ``None`` to search one for each.
     """
 
     task: str
@@ -79,12 +82,17 @@ class Stage:
     simulated: bool
     momenta: bool = True
     seeds: tuple[int, ...] = (0, 1, 2)
+    rate: float | None = None
 
     @property
     def pace(self) -> float:
-        """A worker's step lasts as long as the machine needs for a step of every worker."""
+        """A worker's step lasts as long as the machine needs for a step of every worker; one alone waits for none."""
         task = TASKS[self.task]
-        return 0.0 if self.simulated else self.workers * task.batch_size * task.expected_seconds / 1000
+        return (
+            0.0
+            if self.simulated or self.workers == 1
+            else self.workers * task.batch_size * task.expected_seconds / 1000
+        )
 
 
 SAMPLES = {"text-tiny": 8192, "fashion-tiny": 55_000, "text": 81_920, "fashion": 1_100_000}

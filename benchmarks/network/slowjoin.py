@@ -149,7 +149,9 @@ def measure(bits: float, delay: float, loss: float, parameters: int, folder: Pat
             cut_half_way(lambda: line.received(_WORKERS))
             waited = waiting.pop().result(_MOST_SECONDS)["seconds"]
             found.append(
-                Joined("waits, downloads", waited, 2 * (least + _CUT_SECONDS), (line.received(_WORKERS) - down) / nbytes)
+                Joined(
+                    "waits, downloads", waited, 2 * (least + _CUT_SECONDS), (line.received(_WORKERS) - down) / nbytes
+                )
             )
             second.step()
             first.end()  # killed: its lease is still there when the next one comes

@@ -1,6 +1,6 @@
 """What is measured: networks, scenarios, numbers of workers; the main question's cells first."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -77,7 +77,8 @@ def train(job: Job, lab: Lab | None = None) -> list[Told]:
             listen = {"listen": f"{lab.address(job.workers)}:0", "insecure": True} if lab else {}
             settings = {**BUDGET.server, **METHODS[contender.method].server(job.workers), **listen}
             address = stack.enter_context(server(settings, lab.space(job.workers) if lab else ""))
-            work, others = serve_and_train, (address,)
+            work: Callable[..., None] = serve_and_train
+            others: tuple[str, ...] = (address,)
         else:
             folder = stack.enter_context(TemporaryDirectory())
             work, others = average_and_train, ((Path(folder) / "meeting").as_uri(), "card" if lab else "lo")

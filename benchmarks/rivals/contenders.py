@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-Hook = Callable[[Any, torch.distributed.GradBucket], torch.futures.Future[torch.Tensor]]
+Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
+"""Takes its state and a ``GradBucket``, which torch does not export."""
 
 DENSE_STEPS = 10
 """PowerSGD's first steps, whole as in its authors' runs: its approximation starts from gradients of some size."""
@@ -73,7 +73,7 @@ CONTENDERS = {
     each.key: each
     for each in (
         Contender("rmsprop", "ServerRMSprop", "rmsprop"),
-        Contender("overlap", "ServerRMSprop, overlap", "rmsprop", {"overlap": True}, tuned_as="rmsprop"),
+        Contender("overlap", "ServerRMSprop, overlap", "rmsprop", {"overlap": True}),
         Contender("dropping", "GradientDropping", "gradient_dropping"),
         Contender("ddp", "DDP"),
         Contender("fp16", "DDP, fp16", hook=lambda: (None, fp16_compress_hook), tuned_as="ddp"),
@@ -84,5 +84,3 @@ CONTENDERS = {
     )
 }
 """All contenders by key, those of this library first."""
-
-

@@ -22,6 +22,7 @@ from benchmarks.compare.tasks import TASKS, loss_of
 from benchmarks.compare.worker import clip, connection_to, decay
 from benchmarks.network.lab import enter
 from benchmarks.rivals.contenders import CONTENDERS, INNERS, PERIOD, Hook
+from psclient.optim.base import ParameterServerOptimizer
 
 BUDGET = Form(budget=0.03)
 _BUCKET_MB = 1000  # one bucket: with more of them PowerSGD does not end over gloo
@@ -137,7 +138,7 @@ def serve_and_train(connection: Connection, job: Job, rank: int, space: str, add
     method, overlap = METHODS[contender.method], bool(contender.options.get("overlap"))
     if overlap:  # before the optimizer's own hooks: nothing is sent before its time
         for parameter in loop.model.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda _: loop.wait())
+            parameter.register_post_accumulate_grad_hook(lambda _: loop.wait())  # type: ignore[no-untyped-call]
     setup = Setup(
         loop.model,
         job.rate * method.rate_scale,
@@ -148,7 +149,8 @@ def serve_and_train(connection: Connection, job: Job, rank: int, space: str, add
         {**connection_to(address, rank), **contender.options},
     )
     optimizer, scheduled = method.make(setup)
-    assert isinstance(optimizer, psclient.ServerRMSprop | psclient.GradientDropping) and scheduled is not None
+    assert isinstance(optimizer, ParameterServerOptimizer)
+    assert scheduled is not None
     highest, pushes = scheduled.param_groups[0]["lr"], job.all_steps * job.workers
     loop.start(connection)
     while optimizer.version < pushes:
@@ -188,7 +190,7 @@ def average_and_train(connection: Connection, job: Job, rank: int, space: str, m
         optimizer.step()
         schedule.step()
         if contender.local and step % PERIOD == PERIOD - 1:
-            average_parameters(loop.model.parameters(), dist.group.WORLD)
+            average_parameters(loop.model.parameters(), dist.distributed_c10d._get_default_group())
         loop.stepped()
     told = loop.end(loop.model.state_dict)
     dist.barrier()
@@ -199,7 +201,7 @@ def average_and_train(connection: Connection, job: Job, rank: int, space: str, m
 def _paced(hook: Hook, wait: Callable[[], None]) -> Hook:
     """Return a hook that is called with the last gradient, and waits for the pace before it sends."""
 
-    def send(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def send(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         wait()
         return hook(state, bucket)
 

@@ -1,6 +1,7 @@
 """From gradients to entries to send, and back: the residuals get what did not arrive."""
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from psclient.compress import rows
 from psclient.compress.buffer import WholeBuffer
 from psclient.compress.choice import Choice
 from psclient.compress.device_table import DeviceTable
-from psclient.compress.gradients import Gradients
+from psclient.compress.gradients import Gradients, Scale
 from psclient.compress.groups import ParamGroups
 from psclient.compress.memories import Memories
 from psclient.compress.method import Method, State
@@ -81,7 +82,7 @@ class Compressor:
         self.on_one_device = len(self._kernels) == 1 and bool(self._on_kernels.all())
         """Whether launches select from all tensors; gradients may be ``unsound`` then, and without them may not."""
 
-    def compress(self, group: range, gradients: Gradients, scale: float, report: StepReport) -> Sent:
+    def compress(self, group: range, gradients: Gradients, scale: Scale, report: StepReport) -> Sent:
         """Return what the tensors of a group send that have a gradient (finite), ascending within a device.
 
         After an error the residuals have what had been selected.
@@ -108,12 +109,12 @@ class Compressor:
             row = Row(position, self._model.layout.span(position), recurrence, densities.get(position, density))
             alike.setdefault(self._model.parameters[position].device, []).append(row)
         sent, is_finite = Sent([], {}, is_finite=True), True
-        given = rules, densities, gradients, self._model.parameters, scale, self.memories
+        given = rules, densities, gradients, self._model.parameters
         try:
             for table in members.on_devices:  # all work at once, and beside the host
-                table.launch(*given, self._choice)
+                table.launch(*given, scale, self.memories, self._choice)
             if members.table is not None:
-                sent = members.table.compress(*given, self._buffer, self._choice, report)
+                sent = members.table.compress(*given, float(scale), self.memories, self._buffer, self._choice, report)
                 is_finite = sent.is_finite
             for table in members.on_devices:
                 found = table.collect(self.memories, report)
@@ -121,7 +122,8 @@ class Compressor:
                 sent.entries.update(found.entries)
                 is_finite &= found.is_finite
             for same in alike.values():
-                for position, piece in sorted(rows.compress(same, *given[2:], self._choice, report).items()):
+                apart = rows.compress(same, *given[2:], float(scale), self.memories, self._choice, report)
+                for position, piece in sorted(apart.items()):
                     sent.slices.append(piece)
                     sent.entries[position] = piece.entries
                     is_finite &= bool(piece.values.isfinite().all())
@@ -205,6 +207,23 @@ class Compressor:
             self._shares[position] = recurrence.share
             sent.append(rows.held(Row(position, self._model.layout.span(position), recurrence, 1.0), self.memories))
         return sent
+
+    @contextmanager
+    def without_unsent(self) -> Iterator[None]:
+        """Take off the parameters what their residuals would send; afterwards they have the bits that they had."""
+        saved, numbers = [], self._groups.numbers_of(self._model.parameters)
+        try:
+            for parameter, number in zip(self._model.parameters, numbers.tolist(), strict=True):
+                residual = self.memories.states.get(parameter, {}).get("residual")
+                if number >= 0 and residual is not None:
+                    memory = parameter.data  # its writes are not the user's
+                    saved.append((memory, memory.clone()))
+                    unit = self._method.recurrence(self._groups.values(number)).unit
+                    memory.sub_(residual.reshape(memory.shape), alpha=unit)
+            yield
+        finally:
+            for memory, values in saved:
+                memory.copy_(values)
 
     def restore(self, slices: Iterable[SparseSlice]) -> None:
         """Add entries that did not arrive to the residuals again, each times its tensor's share."""

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from psclient.compress.choice import Choice
-from psclient.compress.gradients import Gradients
+from psclient.compress.gradients import Gradients, Scale
 from psclient.compress.memories import Memories
 from psclient.compress.table import Filled, Places, Rule, Sent
 from psclient.report import StepReport
@@ -36,7 +36,7 @@ class DeviceTable(Filled):
         densities: Mapping[int, float],
         gradients: Gradients,
         parameters: Sequence[torch.Tensor],
-        clip: float,
+        clip: Scale,
         memories: Memories,
         choice: Choice,
     ) -> None:

@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 
 from pscore.select.kernels.segments import KINDS, Integers
 
+Scale = float | torch.Tensor
+"""A factor for all gradients of a step. A tensor, of no dimension, is on their device, and nobody waits for it."""
+
 _dtype, _is_cpu = attrgetter("dtype"), attrgetter("is_cpu")
 
 

@@ -12,7 +12,7 @@ import torch
 from psclient.buckets.planner import BucketPlanner
 from psclient.buckets.trace import Trace
 from psclient.compress.compressor import Compressor
-from psclient.compress.gradients import Gradients
+from psclient.compress.gradients import Gradients, Scale
 from psclient.compress.groups import Rates
 from psclient.compress.table import Sent
 from psclient.errors import from_refusal
@@ -71,13 +71,13 @@ class PushPull:
         """Return whether the first group's selection tells if gradients at these positions are sound."""
         return self._compressor.on_one_device and not positions.isdisjoint(self.groups[0])
 
-    def select(self, report: StepReport, gradients: Gradients, scale: float, number: int = 0) -> Sent:
+    def select(self, report: StepReport, gradients: Gradients, scale: Scale, number: int = 0) -> Sent:
         """Accumulate the gradients of a group (by position) times ``scale``, and select."""
         with report.timed("select"):
             return self._compressor.compress(self.groups[number], gradients, scale, report)
 
     def send_gradients(
-        self, report: StepReport, number: int, gradients: Gradients, scale: float, sent: Sent | None = None
+        self, report: StepReport, number: int, gradients: Gradients, scale: Scale, sent: Sent | None = None
     ) -> None:
         """Accumulate the gradients of a group (finite, by position) times ``scale``, select, and send the selected.
 

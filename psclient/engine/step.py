@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import torch
 
-from psclient.compress.gradients import Gradients
+from psclient.compress.gradients import Gradients, Scale
 from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.table import Sent
 from psclient.engine.checks import PushedGradients, finite, refuse_unsound
@@ -45,7 +45,7 @@ Schedule = Callable[[int], float]
 GradientSource = Callable[[range], dict[int, torch.Tensor]]
 """Returns the gradients (or differences) of tensors of the layout, by position, without a copy."""
 
-GradientScale = Callable[[Sequence[torch.Tensor], int], float]
+GradientScale = Callable[[Sequence[torch.Tensor], int], Scale]
 """The factor for all gradients of a step, from the gradients and the number of live workers."""
 
 
@@ -288,6 +288,8 @@ class Stepper:
         gradients = finite(self._model, found, waits=not self._push_pull.selects_before_opening(found.keys()))
         self._await_unacked()  # the answer has the number of live workers
         factor = scale(list(gradients.values()), self._membership.live_workers)
+        if gradients.unsound is None:
+            factor = float(factor)
         early, first = StepReport(0), None
         rates = self._ready()
         if gradients.unsound is not None:
@@ -312,7 +314,7 @@ class Stepper:
             raise
         self._receive(report)
 
-    def _select(self, report: StepReport, gradients: Gradients, factor: float) -> Sent:
+    def _select(self, report: StepReport, gradients: Gradients, factor: Scale) -> Sent:
         """Select from the first group; where gradients are not finite, the device has changed nothing."""
         try:
             return self._push_pull.select(report, gradients, factor)

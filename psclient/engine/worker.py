@@ -94,7 +94,7 @@ class Worker:
         settings: ClientSettings,
         layer_density: LayerDensity | None,
     ) -> None:
-        self._name = client_settings.worker_name(settings)
+        self._name, self._is_ahead = client_settings.worker_name(settings), False
         self._devices = devices_of(model.parameters)
         self._own_server = start_alone() if settings.server == client_settings.LOCAL else None
         self.server = settings.server if self._own_server is None else self._own_server.server
@@ -158,6 +158,19 @@ class Worker:
             raise ConfigurationError("this process was forked from the optimizer's; make an optimizer of its own here")
         if self.lifecycle.ended:
             raise ConfigurationError("this optimizer has left its run (close()); make a new one to go on")
+        if self._is_ahead:
+            raise ConfigurationError("the parameters are others inside lookahead(): leave its body before this call")
+
+    @contextmanager
+    def looking_ahead(self) -> Iterator[None]:
+        """Refuse all work in the body, where the parameters lack what the residuals would send."""
+        self.require_open()
+        self._is_ahead = True
+        try:
+            with self.compressor.without_unsent():
+                yield
+        finally:
+            self._is_ahead = False
 
     def run(self, work: Callable[[], Result]) -> Result:
         """Do work that needs a worker that has joined and not left."""

@@ -18,6 +18,7 @@ from psclient import settings as client_settings
 from psclient.buckets.layer_density import LayerDensity
 from psclient.buckets.plan import BucketPlan
 from psclient.budget import Budget, budget_of
+from psclient.compress.gradients import Scale
 from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.method import Group, Recurrence
 from psclient.engine.budget import BudgetSchedule
@@ -193,10 +194,11 @@ class ParameterServerOptimizer(Optimizer, ABC):
         """Return the functions that collect a push's gradients and its rates; neither may refer to the optimizer."""
         return partial(gather, model, groups), groups.rates
 
-    def gradient_scale(self, gradients: Sequence[torch.Tensor], live_workers: int) -> float:
+    def gradient_scale(self, gradients: Sequence[torch.Tensor], live_workers: int) -> Scale:
         """Return a factor for all gradients of this step; 1 unless the method clips.
 
-        On a device the gradients may not be finite yet: the step fails then, whatever is returned.
+        A tensor of no dimension, on their device, costs no wait. Such gradients may not be finite: the step fails then,
+        whatever is returned.
         With ``overlap=True`` nobody asks: the first gradients are sent before the last are known.
         """
         return 1.0
@@ -306,6 +308,19 @@ class ParameterServerOptimizer(Optimizer, ABC):
         """
         return nullcontext() if self._stepper.overlap is None else self._stepper.overlap.accumulating()
 
+    def lookahead(self) -> AbstractContextManager[None]:
+        """Run forward and backward passes where the model will be once this worker's residuals arrive.
+
+        Wrap them, and not :meth:`step`. For sparse pushes (docs/which-method.md). Costs a copy of the parameters, which
+        have the same bits again after the body.
+
+        Raises:
+            ConfigurationError: with ``overlap=True`` or ``rounds=``, or where the server does not subtract pushes.
+        """
+        if self._stepper.overlap is not None or self._rounds is not None or "update" in self.agreed_settings():
+            raise ConfigurationError("lookahead() is for DGS, DGC and GradientDropping, without overlap= and rounds=")
+        return self._worker.looking_ahead()
+
     def flush(self) -> None:
         """Push all residuals whole, at density 1; :meth:`pull` brings them back into the parameters.
 
@@ -315,11 +330,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._worker.run(self._steps.flush)
 
     def flush_on_exit(self) -> None:
-        """Push the rest before this worker leaves or waits for others: by :meth:`flush`, or the local steps.
-
-        Raises:
-            ServerUnreachableError: no server within the patience.
-        """
+        """Push the rest before this worker leaves or waits for others: by :meth:`flush`, or the local steps."""
         self._worker.run(self._steps.flush_on_exit)
 
     def pull(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch.optim.optimizer import ParamsT
 
-from psclient.compress.gradients import norms
+from psclient.compress.gradients import Scale, norms
 from psclient.compress.method import Group, Recurrence
 from psclient.errors import ConfigurationError
 from psclient.optim.arguments import Density
@@ -62,13 +62,13 @@ class DGC(ParameterServerOptimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, density, {"clip_norm": str(clip_norm)}, **connection)
 
-    def gradient_scale(self, gradients: Sequence[torch.Tensor], live_workers: int) -> float:
+    def gradient_scale(self, gradients: Sequence[torch.Tensor], live_workers: int) -> Scale:
         """``min(1, (clip/√W) / ‖all g‖)``."""
         if self.clip_norm is None:
             return 1.0
-        norm = float(norms(gradients).double().norm())  # one number, for which alone the host waits
         bound = self.clip_norm / math.sqrt(max(1, live_workers))
-        return min(1.0, bound / norm) if norm > 0 else 1.0
+        scale: torch.Tensor = bound / norms(gradients).double().norm()
+        return scale.clamp(max=1.0)
 
     @staticmethod
     def recurrence(group: Group) -> Recurrence:

@@ -59,10 +59,12 @@ class DeviceSegments:
         rows["fits"] = np.where(searched, np.minimum(sizes, ROOM * wanted), sizes)
         rows["room"] = np.cumsum(rows["fits"]) - rows["fits"]
 
-    def launch(self, clip: float, states: Mapping[int, SelectorState], unsound: torch.Tensor | None = None) -> None:
+    def launch(
+        self, clip: float | torch.Tensor, states: Mapping[int, SelectorState], unsound: torch.Tensor | None = None
+    ) -> None:
         """Begin to update and select; ``states`` of the rows that are searched. Nothing waits for the device.
 
-        ``unsound``: as of :meth:`~pscore.select.kernels.cuda.DeviceKernels.launch`.
+        ``clip``, ``unsound``: as of :meth:`~pscore.select.kernels.cuda.DeviceKernels.launch`.
         """
         self._states = dict(states)
         searched = list(self._states)

@@ -1,6 +1,7 @@
 """The evidence: stages in order, tuned alike, paired with dense twins; one simulated cell trains for real."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def test_the_main_question_is_asked_first():
         for method, form in stage.entrants:
             assert method in METHODS
             assert form in FORMS
-        assert (stage.pace > 0) is not stage.simulated
+        assert (stage.pace > 0) is (not stage.simulated and stage.workers > 1)
 
 
 def test_rates_are_searched_alike_at_full_length(tmp_path):
@@ -62,6 +63,15 @@ def test_rates_are_searched_alike_at_full_length(tmp_path):
     assert {sum(spec.method == method for spec in trials) for method in ("asgd", "gradient_dropping")} == {3, 4}
     assert {run.spec.rate for seeds in found.runs.values() for run in seeds.values()} == {0.125}
     assert not {spec.seed for spec in trials} & set(SIMULATED.seeds)
+
+
+def test_a_rate_that_is_given_is_not_searched(tmp_path):
+    done = []
+    stage = replace(SIMULATED, rate=0.5)
+    found = evidence(tmp_path / "journal.jsonl", [stage], lambda spec: done.append(spec) or losses(spec))
+    assert {spec.rate for spec in done} == {0.5}
+    assert not any(spec.validation for spec in done)
+    assert "it is 0.5 for all" in report.markdown(machine.describe([]) | {"command": "x"}, found)
 
 
 def test_real_runs_take_the_simulators_settings_and_leave_out_what_is_hopeless(tmp_path):
@@ -91,7 +101,7 @@ def test_the_report_answers_and_says_what_was_not_run(tmp_path):
     assert "RMSprop on the server, 3 % of bytes | 2.9% | 2.9% | 1.800 (+0.001 ± 0.001, better)" in page
     assert "2.500 (−0.499 ± 0.001, worse)" in page
     assert "RMSprop on the server, 3 % of bytes: better (better than dense ASGD)" in page
-    assert "Not run: Python source, small transformer, real, with 4 workers." in page
+    assert "Python source, small transformer, real: 0 of 4 with 4 workers." in page
     assert [path.name for path in curves.draw(tmp_path, found.runs)] == ["evidence-text-tiny-simulated-4.png"]
 
 

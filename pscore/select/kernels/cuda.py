@@ -162,7 +162,7 @@ class Pending:
 
     def _arrived(self) -> list[torch.Tensor]:
         self.wait()
-        unsound, *sections = _sections(self._host, self._rooms.size, self._pieces.rows.size, self._room)
+        unsound, _, *sections = _sections(self._host, self._rooms.size, self._pieces.rows.size, self._room)
         if unsound.numpy()[0]:
             raise UnsoundError
         return sections
@@ -171,9 +171,16 @@ class Pending:
 def _sections(packed: torch.Tensor, rows: int, pieces: int, room: int) -> list[torch.Tensor]:
     """Return the parts of an output, which one copy brings to the host, as far as it reaches.
 
-    Whether the input is unsound, what :class:`Found` has of rows, counts of pieces, and entries.
+    Whether the input is unsound, its factor, what :class:`Found` has of rows, counts of pieces, and entries.
     """
-    parts = (torch.int32, 1), (torch.int64, rows), (torch.float64, rows), (torch.float64, rows), (torch.int32, pieces)
+    parts = (
+        (torch.int32, 1),
+        (torch.float32, 1),
+        (torch.int64, rows),
+        (torch.float64, rows),
+        (torch.float64, rows),
+        (torch.int32, pieces),
+    )
     sections, start = [], 0
     for dtype, count in (*parts, (torch.float32, room), (torch.int16, room)):
         size = dtype.itemsize * count
@@ -209,7 +216,7 @@ class DeviceKernels:
         self,
         rows: NDArray[Any],
         pieces: Pieces,
-        clip: float = 1.0,
+        clip: float | torch.Tensor = 1.0,
         unsound: torch.Tensor | None = None,
         *,
         search: bool = False,
@@ -217,17 +224,19 @@ class DeviceKernels:
         """Update the rows' tensors, and take what is above their thresholds, or write out those that are whole.
 
         With ``search`` the thresholds are found on the device first, so that the memories' entries are accepted as they
-        are; not where equal magnitudes lie on both sides of what is accepted. ``unsound``, int32 on the device: where
+        are; not where equal magnitudes lie on both sides of what is accepted. ``clip``, which gradients are multiplied
+        by, may be one number on the device. ``unsound``, int32 on the device: where
         it is not 0, nothing changes, and the result is :class:`UnsoundError`.
         """
         count, is_whole = pieces.rows.size, bool(rows["whole"].all())
         room = int(rows["room"][-1] + rows["fits"][-1])
         with self._stream.entered():
             (table,) = to_device([rows], self._device)
-            size = sum(-(-each // 16) * 16 for each in (4, *3 * (8 * len(rows),), 4 * count, 4 * room, 2 * room))
+            size = sum(-(-each // 16) * 16 for each in (4, 4, *3 * (8 * len(rows),), 4 * count, 4 * room, 2 * room))
             packed = self._empty(size, torch.int8)
-            bad, taken, sums, thresholds, counts, values, inner = _sections(packed, len(rows), count, room)
+            bad, by, taken, sums, thresholds, counts, values, inner = _sections(packed, len(rows), count, room)
             bad.fill_(0 if unsound is None else unsound)
+            by.fill_(clip)
             excess, places = self._empty(count, torch.float32), self._empty(count, torch.int64)
             mask = self._empty(count * self._block // 32, torch.int32)
             shape = {"BLOCK": self._block, "num_warps": 8, "enable_fp_fusion": False}
@@ -240,7 +249,7 @@ class DeviceKernels:
                     self._kernels.histogram[(count,)](table, pieces.table, state, bins, **digit, **shape)
                     self._kernels.choose[(len(rows),)](table, state, bins, **digit, num_warps=8)
             self._kernels.update[(count,)](
-                table, pieces.table, bad, float(clip), counts, excess, mask, values, PART=self._part, **shape
+                table, pieces.table, bad, by, counts, excess, mask, values, PART=self._part, **shape
             )
             if is_whole:
                 return Pending(self._stream, packed[: -(-2 * room // 16) * -16], rows, pieces, room)

@@ -147,7 +147,7 @@ def _piece(
 
 @triton.jit
 def update(rows, pieces, unsound, clip, counts, excess, mask, whole, BLOCK: tl.constexpr, PART: tl.constexpr):
-    """Add ``clip`` times the gradients to the memories, and mark what lies above each row's threshold.
+    """Add the number at ``clip`` times the gradients to the memories, and mark what lies above each row's threshold.
 
     A row without a gradient is only looked through; a ``whole`` one is written to ``whole`` and its memory left alone.
     Each piece's number of marks goes to ``counts``, the sum of what they exceed the threshold by to ``excess``. Where
@@ -159,11 +159,11 @@ def update(rows, pieces, unsound, clip, counts, excess, mask, whole, BLOCK: tl.c
         tl.store(excess + number, 0.0)
         return
     row = rows + tl.load(pieces + 2 * number) * ROW_BYTES
-    first = tl.load(pieces + 2 * number + 1)
+    first, by = tl.load(pieces + 2 * number + 1), tl.load(clip)
     if (tl.load(row + ALIGNED) != 0) & (first + BLOCK <= _integer(row, LENGTH)):
-        _piece(row, number, first, clip, counts, excess, mask, whole, True, BLOCK, PART)
+        _piece(row, number, first, by, counts, excess, mask, whole, True, BLOCK, PART)
     else:
-        _piece(row, number, first, clip, counts, excess, mask, whole, False, BLOCK, PART)
+        _piece(row, number, first, by, counts, excess, mask, whole, False, BLOCK, PART)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """A model's tensors on a device are compressed at once: in Triton's interpreter, or on a GPU where one is."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -137,6 +138,18 @@ def test_gradients_that_are_not_finite_change_nothing_though_nobody_waits_for_th
         refuse_unsound(model.described, ready)
     same(on_host(model.memories()), before)
     assert [state.get("recall") for state in model.states.values()] == recalls
+
+
+@pytest.mark.parametrize("bound", [0.1, 1e6])
+def test_a_clip_on_the_device_has_the_bits_of_the_host(bound):
+    clipped = []
+    for kernels in (DeviceKernels(DEVICE), None):
+        model = made(DGC, HYPER | {"density": 1.0, "momentum": 0.3}, kernels)
+        gradients = gradients_of(model, 1)
+        clip = DGC.gradient_scale(SimpleNamespace(clip_norm=bound), list(gradients.values()), 4)
+        clipped.append(model.compress(gradients, clip if kernels else float(clip))[1].cpu())
+    assert torch.equal(*clipped)
+    assert bool(clipped[0].any())
 
 
 def test_a_norm_that_overflows_is_no_reason_to_refuse_finite_gradients():
@@ -291,7 +304,8 @@ def test_a_warm_step_costs_the_same_calls_for_few_tensors_and_for_many(method, m
                 counts = Counts(patch, kernels) if state else None
                 with counts or _disable_current_modes():
                     ready = finite(model.described, gradients, waits=False)
-                    sent = model.compressor.compress(range(count), ready, 1.0, StepReport(0))
+                    clip = DGC.gradient_scale(SimpleNamespace(clip_norm=0.1), list(ready.values()), 4)
+                    sent = model.compressor.compress(range(count), ready, clip, StepReport(0))
                 if counts is not None:
                     parts["select"] = (counts.launches, counts.up, counts.down, counts.fetched, counts.waits)
                     with counts:

@@ -170,5 +170,5 @@ def test_dgc_clips_the_whole_gradient_to_its_share(clip, workers):
     scale = DGC.gradient_scale(optimizer, found, workers)
     norm = torch.cat(found).norm().item()
     bound = None if clip is None else clip / max(1, workers) ** 0.5
-    assert scale == pytest.approx(1.0 if bound is None or norm <= bound else bound / norm, rel=1e-5)
+    assert float(scale) == pytest.approx(1.0 if bound is None or norm <= bound else bound / norm, rel=1e-5)
     assert DGC.gradient_scale(optimizer, [torch.zeros(3)], workers) == 1.0

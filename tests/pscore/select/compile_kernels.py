@@ -21,9 +21,8 @@ TYPES = {
     **dict.fromkeys(("pieces", "places", "taken", "search", "bins", "offsets"), "*i64"),
     **dict.fromkeys(("sums", "thresholds"), "*fp64"),
     **dict.fromkeys(("counts", "mask", "unsound"), "*i32"),
-    **dict.fromkeys(("excess", "whole", "values"), "*fp32"),
+    **dict.fromkeys(("clip", "excess", "whole", "values"), "*fp32"),
     "inner": "*i16",
-    "clip": "fp32",
 }
 REGISTERS = {"settle": 80, "choose": 80, "histogram": 180}  # with Triton 3.6, newer ones need a quarter for the last
 

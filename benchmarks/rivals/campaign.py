@@ -1,0 +1,174 @@
+"""Tuning without a network, then each cell: seconds until the model is as good as the target says."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from itertools import pairwise
+from statistics import fmean
+from typing import NamedTuple
+
+from benchmarks.compare.campaign import Watcher
+from benchmarks.compare.ledger import Ledger
+from benchmarks.compare.processes import ChildFailedError
+from benchmarks.compare.search import search
+from benchmarks.compare.tasks import TASKS
+from benchmarks.network.lab import Lab
+from benchmarks.rivals.cells import PACES, SLOWNESS, TASK, Cell, job_of, train
+from benchmarks.rivals.contenders import CONTENDERS, DENSE_STEPS, INNERS, PERIOD, Contender
+from benchmarks.rivals.worker import Job, Told
+from psclient.errors import SparsepsError
+
+_SEARCH_SEED, _SEED = 100, 0
+_TIMED_STEPS = DENSE_STEPS + 2 * PERIOD
+"""Steps of a rival in a cell: its trajectory does not depend on the network, its time of a step does."""
+
+Train = Callable[[Job, Lab | None], list[Told]]
+
+
+class Measured(NamedTuple):
+    """A contender in a cell.
+
+    Attributes:
+        seconds: until the target; ``None`` where it is not reached.
+        step_seconds: mean time in which as many steps are made as there are workers.
+        up: bytes that leave a worker's card in a step, headers included.
+        down: bytes that come to it.
+    """
+
+    seconds: float | None
+    step_seconds: float
+    up: float
+    down: float
+
+
+class Campaign:
+    """All contenders in some cells.
+
+    Attributes:
+        measured: by cell and key of the contender.
+        finals: test loss at the end without a network, by number of workers and key.
+        chosen: optimizer and effective rate, likewise.
+        failures: what went wrong, in words; a further call tries it again.
+    """
+
+    def __init__(self, ledger: Ledger, watcher: Watcher, samples: int, target: float, do: Train | None = train) -> None:
+        self.measured: dict[tuple[Cell, str], Measured] = {}
+        self.finals: dict[tuple[int, str], float] = {}
+        self.chosen: dict[tuple[int, str], tuple[str, float]] = {}
+        self.failures: list[str] = []
+        self.target, self.samples = target, samples
+        self._ledger, self._watcher, self._do = ledger, watcher, do
+
+    def run(self, cells: Sequence[Cell], after: Callable[[], None] = lambda: None) -> None:
+        """Do everything, a cell at a time; ``after`` each one its results are there."""
+        for cell in cells:
+            for contender in CONTENDERS.values():
+                self._measure(cell, contender)
+            after()
+
+    def _measure(self, cell: Cell, contender: Contender) -> None:
+        inner, rate = self._tune(contender, cell.workers)
+        if not rate:
+            return
+        job = job_of(contender.key, inner, rate, cell.workers, _SEED, self.samples)
+        alone = self._once(job, None)
+        if alone is None:
+            return
+        self.finals[cell.workers, contender.key] = alone[0].final
+        paced = replace(job, pace=PACES[cell.workers], slowness=SLOWNESS if cell.slow else 1.0)
+        if not contender.method:
+            paced = replace(paced, steps=min(paced.steps, _TIMED_STEPS))
+        told = self._once(paced, cell)
+        if told is None:
+            return
+        first = 0 if contender.method else DENSE_STEPS
+        steps = sum(len(each.moments) - first for each in told)
+        spent = [(each.moments[first - 1] if first else (0.0, 0, 0), each.moments[-1]) for each in told]
+        seconds, up, down = ([after[n] - before[n] for before, after in spent] for n in range(3))
+        curve = told[0].curve if contender.method else _timed(alone[0], told[0].moments)
+        self.measured[cell, contender.key] = Measured(
+            time_to(self.target, [(moment, loss) for _, moment, loss in curve]),
+            max(seconds) / steps * cell.workers,
+            sum(up) / steps,
+            sum(down) / steps,
+        )
+
+    def _tune(self, contender: Contender, workers: int) -> tuple[str, float]:
+        """Return the optimizer and the rate with the least validation loss; rate 0 where every run failed."""
+        if contender.tuned_as:
+            return self._tune(CONTENDERS[contender.tuned_as], workers)
+        key = workers, contender.key
+        if key not in self.chosen:
+            inners = [""] if contender.method else list(INNERS)
+            if not contender.method and contender.key != "ddp":
+                inners = [self._tune(CONTENDERS["ddp"], workers)[0]]
+            tried = [(self._search(contender, inner, workers), inner) for inner in inners]
+            (loss, rate), inner = min(tried)
+            self.chosen[key] = inner, rate if math.isfinite(loss) else 0.0
+        return self.chosen[key]
+
+    def _search(self, contender: Contender, inner: str, workers: int) -> tuple[float, float]:
+        found: dict[float, float] = {}
+
+        def trial(rate: float, momentum: float) -> float | None:
+            job = job_of(contender.key, inner, rate, workers, _SEARCH_SEED, self.samples)
+            told = self._once(replace(job, validation=True), None)
+            found[rate] = math.inf if told is None or math.isnan(told[0].final) else told[0].final
+            return found[rate]
+
+        rate = search(trial, TASKS[TASK].rates, (0.0,)).rate
+        return found[rate], rate
+
+    def _once(self, job: Job, cell: Cell | None) -> list[Told] | None:
+        """Do a run, or take it from the ledger; ``None`` where it failed, or nothing is to be run."""
+        key = f"{asdict(job)} {cell}"
+        kept = self._ledger.get(key)
+        if kept is None and self._do is not None:
+            where = f"{cell.words}, {cell.workers} workers" if cell else f"{job.workers} workers without a network"
+            what = f"{where}: {CONTENDERS[job.contender].title}, {job.inner or 'rate'} {job.rate:g}"
+            self._watcher.begin(what)
+            started = time.monotonic()
+            try:
+                if cell is None:
+                    told = self._do(job, None)
+                else:
+                    with cell.network() as network:
+                        told = self._do(job, network)
+            except (ChildFailedError, SparsepsError) as error:
+                self.failures.append(f"{what}: {error}")
+                return None
+            finally:
+                self._watcher.done(0.0, time.monotonic() - started)
+            kept = {"told": [asdict(each) for each in told]}
+            self._ledger.keep(key, kept)
+        return None if kept is None else [Told(**each) for each in kept["told"]]
+
+
+def time_to(target: float, curve: Sequence[tuple[float, float]]) -> float | None:
+    """Return when a curve of (seconds, loss) first is at the target, between two points along a line."""
+    if curve and curve[0][1] <= target:
+        return curve[0][0]
+    for (before, above), (after, below) in pairwise(curve):
+        if below <= target < above:
+            return before + (after - before) * (above - target) / (above - below)
+    return None
+
+
+def _timed(alone: Told, moments: Sequence[tuple[float, int, int]]) -> list[tuple[int, float, float]]:
+    """Return a rival's curve with the times that its steps take on a network, of which the first ones were timed."""
+    usual = (moments[-1][0] - moments[DENSE_STEPS - 1][0]) / (len(moments) - DENSE_STEPS)
+    return [
+        (steps, moments[min(steps, DENSE_STEPS) - 1][0] + usual * max(0, steps - DENSE_STEPS), loss)
+        for steps, _, loss in alone.curve
+    ]
+
+
+def best(values: Sequence[float | None]) -> float | None:
+    """Return the least time, if there is one."""
+    return min((value for value in values if value is not None), default=None)
+
+
+def mean_bytes(measured: Sequence[Measured]) -> tuple[float, float]:
+    """Return the mean bytes of a step, up and down."""
+    return fmean(each.up for each in measured), fmean(each.down for each in measured)

@@ -1,0 +1,103 @@
+"""Time to the same loss: the interpolation, the order of the work, the tables, and every kind of worker on loopback."""
+
+import math
+from contextlib import nullcontext
+
+import pytest
+
+from benchmarks.compare.ledger import Ledger
+from benchmarks.harness import machine
+from benchmarks.network import lab
+from benchmarks.rivals import report
+from benchmarks.rivals.campaign import Campaign, time_to
+from benchmarks.rivals.cells import Cell, cells, job_of, train
+from benchmarks.rivals.contenders import CONTENDERS, DENSE_STEPS
+from benchmarks.rivals.worker import Told
+from tests.benchmarks.compare.compare_makers import Silent
+
+CELL = Cell(100, 0, False, 4)
+
+
+@pytest.mark.parametrize(
+    ("target", "curve", "seconds"),
+    [
+        (2.0, [(1.0, 3.0), (2.0, 1.0)], 1.5),
+        (2.0, [(1.0, 1.5)], 1.0),
+        (2.0, [(1.0, 3.0), (2.0, 2.5)], None),
+        (2.0, [(1.0, 3.0), (2.0, 2.0), (3.0, 2.5), (4.0, 1.0)], 2.0),
+        (2.0, [], None),
+        (2.0, [(1.0, math.nan), (2.0, math.nan)], None),
+    ],
+)
+def test_the_time_to_a_target_lies_between_two_points(target, curve, seconds):
+    assert time_to(target, curve) == seconds
+
+
+def trained(done):
+    """Every step takes 10 ms, on a network 20 more; the dense first steps twice as long. Rate 0.125 is best."""
+
+    def do(job, network):
+        done.append((job, network is not None))
+        usual, moments, now = 0.03 if network else 0.01, [], 0.0
+        for step in range(job.steps):
+            now += usual * (2 if step < DENSE_STEPS else 1)
+            moments.append((now, 100 * (step + 1), 200 * (step + 1)))
+        curve = [(step, moments[step - 1][0], 4.0 - 0.02 * step) for step in range(8, job.steps + 1, 8)]
+        final = 2.0 + abs(job.rate - 0.125) + (0.1 if job.inner == "SGD" else 0.0)
+        return [Told(moments, curve, final)] * job.workers
+
+    return do
+
+
+@pytest.fixture
+def network(monkeypatch):
+    monkeypatch.setattr(Cell, "network", lambda self: nullcontext(object()))
+
+
+def test_a_rival_is_trained_once_and_timed_in_each_cell(tmp_path, network):
+    done = []
+    campaign = Campaign(Ledger(tmp_path / "journal.jsonl"), Silent(), 4096, 3.0, trained(done))
+    campaign.run([CELL])
+    assert {rate for _, rate in campaign.chosen.values()} == {0.125}
+    assert not any(inner == "SGD" for inner, _ in campaign.chosen.values())
+    in_cell = {job.contender: job.steps for job, is_in_network in done if is_in_network}
+    assert in_cell.keys() == CONTENDERS.keys()
+    assert {in_cell[key] for key in CONTENDERS if CONTENDERS[key].method} == {128}
+    assert {in_cell[key] for key in CONTENDERS if not CONTENDERS[key].method} == {26}
+    for measured in campaign.measured.values():
+        assert measured.seconds == pytest.approx(10 * 0.06 + 40 * 0.03)
+    assert campaign.measured[CELL, "power-1"].step_seconds == pytest.approx(0.03)
+    assert campaign.measured[CELL, "power-1"][2:] == (100, 200)
+    words = report.markdown(machine.describe([]) | {"command": "x"}, campaign, [CELL, CELL._replace(slow=True)])
+    assert "| 100 Mbit/s, 0 ms, all equal | 2; 32 | 2; 32 |" in words
+    assert "Not run: 100 Mbit/s, 0 ms, one 4 × slower, 4 workers." in words
+    count = len(done)
+    Campaign(Ledger(tmp_path / "journal.jsonl"), Silent(), 4096, 3.0, trained(done)).run([CELL])
+    assert len(done) == count
+
+
+def test_the_cells_that_matter_most_come_first():
+    assert len(cells(quick=True)) == 1
+    every = cells(quick=False)
+    assert len(set(every)) == len(every) == 28
+    assert every[0] == CELL
+
+
+@pytest.mark.parametrize("contender", ["rmsprop", "overlap", "ddp", "fp16", "power-1", "local"])
+def test_every_kind_of_worker_trains(contender):
+    inner = "" if CONTENDERS[contender].method else "RMSprop"
+    first, second = train(job_of(contender, inner, 0.125, 2, 0, 256))
+    assert len(first.moments) + len(second.moments) >= 32
+    assert first.curve[0][0] == 8
+    assert first.final < 5.6
+    assert second.final == math.inf
+
+
+@pytest.mark.parametrize("delay_ms", [0, 5])
+def test_a_cell_has_hosts_that_reach_each_other(delay_ms):
+    if reason := lab.unavailable():
+        pytest.skip(reason)
+    with CELL._replace(delay_ms=delay_ms, workers=2).network() as network:
+        first, second = train(job_of("local", "SGD", 0.1, 2, 0, 256), network)
+    assert first.moments[-1][1] > 4 * 198_976
+    assert second.moments[-1][2] > 4 * 198_976
