@@ -21,7 +21,8 @@ from benchmarks.rivals.cells import TASK, cells, train
 from verify.cluster.servers import end_on_sigterm
 
 _UNAVAILABLE = 77
-_QUICK_SAMPLES, _QUICK_TARGET = 1024, 3.2
+_QUICK_SAMPLES = 1024
+_TARGETS, _QUICK_TARGETS = (2.3, 2.2, 2.1), (3.2,)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,13 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = machine.describe(given) | {"command": f"python -m benchmarks.rivals {shlex.join(given)}".strip()}
     planned = [cell for cell in cells(options.quick) if cell.workers in (options.workers or (cell.workers,))]
     samples = _QUICK_SAMPLES if options.quick else SAMPLES[TASK]
-    target = options.target or (_QUICK_TARGET if options.quick else 2.3)
+    targets = options.targets or (_QUICK_TARGETS if options.quick else _TARGETS)
     with Progress() as progress:
         ledger = Ledger(options.output / "journal.jsonl")
-        campaign = Campaign(ledger, progress, samples, target, None if options.report else train)
+        campaign = Campaign(ledger, progress, samples, None if options.report else train)
 
         def write() -> None:
-            text = report.markdown(facts, campaign, planned)
+            text = report.markdown(facts, campaign, planned, targets)
             options.output.mkdir(parents=True, exist_ok=True)
             (options.output / "rivals.md").write_text(f"# Rivals\n\n{text}", encoding="utf-8")
             if options.page is not None:
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("interrupted; the same command goes on from here", file=sys.stderr)
             return 130
     write()
-    print(report.markdown(facts, campaign, planned))
+    print(report.markdown(facts, campaign, planned, targets))
     return 1 if campaign.failures else 0
 
 
@@ -62,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rivals", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one cell with short runs, in minutes")
     parser.add_argument("--workers", nargs="+", type=int, metavar="N", help="numbers of workers")
-    parser.add_argument("--target", type=float, metavar="NATS", help="test loss to reach (default: 2.3; quick: 3.2)")
+    parser.add_argument("--targets", nargs="+", type=float, metavar="NATS", help="test losses to reach")
     parser.add_argument("--report", action="store_true", help="report what the journal has, and run nothing")
     parser.add_argument("--output", type=Path, default=Path("runs/rivals"), metavar="DIR", help="default: %(default)s")
     parser.add_argument("--page", type=Path, metavar="FILE", help="Markdown page to put the tables into")

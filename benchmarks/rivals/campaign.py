@@ -30,13 +30,13 @@ class Measured(NamedTuple):
     """A contender in a cell.
 
     Attributes:
-        seconds: until the target; ``None`` where it is not reached.
+        curve: seconds and test loss of the first worker's model.
         step_seconds: mean time in which as many steps are made as there are workers.
         up: bytes that leave a worker's card in a step, headers included.
         down: bytes that come to it.
     """
 
-    seconds: float | None
+    curve: list[tuple[float, float]]
     step_seconds: float
     up: float
     down: float
@@ -49,15 +49,17 @@ class Campaign:
         measured: by cell and key of the contender.
         finals: test loss at the end without a network, by number of workers and key.
         chosen: optimizer and effective rate, likewise.
+        unhindered: seconds of a step of DDP at the pace and without a network, by number of workers.
         failures: what went wrong, in words; a further call tries it again.
     """
 
-    def __init__(self, ledger: Ledger, watcher: Watcher, samples: int, target: float, do: Train | None = train) -> None:
+    def __init__(self, ledger: Ledger, watcher: Watcher, samples: int, do: Train | None = train) -> None:
         self.measured: dict[tuple[Cell, str], Measured] = {}
         self.finals: dict[tuple[int, str], float] = {}
         self.chosen: dict[tuple[int, str], tuple[str, float]] = {}
+        self.unhindered: dict[int, float] = {}
         self.failures: list[str] = []
-        self.target, self.samples = target, samples
+        self.samples = samples
         self._ledger, self._watcher, self._do = ledger, watcher, do
 
     def run(self, cells: Sequence[Cell], after: Callable[[], None] = lambda: None) -> None:
@@ -79,6 +81,8 @@ class Campaign:
         paced = replace(job, pace=PACES[cell.workers], slowness=SLOWNESS if cell.slow else 1.0)
         if not contender.method:
             paced = replace(paced, steps=min(paced.steps, _TIMED_STEPS))
+            if contender.key == "ddp" and (free := self._once(replace(paced, slowness=1.0), None)):
+                self.unhindered[cell.workers] = _usual_seconds(free[0].moments)
         told = self._once(paced, cell)
         if told is None:
             return
@@ -88,7 +92,7 @@ class Campaign:
         seconds, up, down = ([after[n] - before[n] for before, after in spent] for n in range(3))
         curve = told[0].curve if contender.method else _timed(alone[0], told[0].moments)
         self.measured[cell, contender.key] = Measured(
-            time_to(self.target, [(moment, loss) for _, moment, loss in curve]),
+            [(moment, loss) for _, moment, loss in curve],
             max(seconds) / steps * cell.workers,
             sum(up) / steps,
             sum(down) / steps,
@@ -157,11 +161,15 @@ def time_to(target: float, curve: Sequence[tuple[float, float]]) -> float | None
 
 def _timed(alone: Told, moments: Sequence[tuple[float, int, int]]) -> list[tuple[int, float, float]]:
     """Return a rival's curve with the times that its steps take on a network, of which the first ones were timed."""
-    usual = (moments[-1][0] - moments[DENSE_STEPS - 1][0]) / (len(moments) - DENSE_STEPS)
+    usual = _usual_seconds(moments)
     return [
         (steps, moments[min(steps, DENSE_STEPS) - 1][0] + usual * max(0, steps - DENSE_STEPS), loss)
         for steps, _, loss in alone.curve
     ]
+
+
+def _usual_seconds(moments: Sequence[tuple[float, int, int]]) -> float:
+    return (moments[-1][0] - moments[DENSE_STEPS - 1][0]) / (len(moments) - DENSE_STEPS)
 
 
 def best(values: Sequence[float | None]) -> float | None:

@@ -36,7 +36,7 @@ INNERS = {
     "RMSprop": Inner(lambda parameters, rate: torch.optim.RMSprop(parameters, rate), 0.01),
     "Adam": Inner(lambda parameters, rate: torch.optim.Adam(parameters, rate, (0.9, 0.99)), 0.01),
 }
-"""Tried with DDP's whole gradients; the other rivals take the best two."""
+"""Tried with DDP's whole gradients; the other rivals take the best."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,37 +1,40 @@
 """Tables of seconds to the target, a row a cell."""
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 from benchmarks.compare.report import markdown as as_markdown
 from benchmarks.harness.section import Table
-from benchmarks.rivals.campaign import Campaign, best, mean_bytes
+from benchmarks.rivals.campaign import Campaign, best, mean_bytes, time_to
 from benchmarks.rivals.cells import PACES, SLOWNESS, TASK, Cell
 from benchmarks.rivals.contenders import CONTENDERS, DENSE_STEPS, PERIOD
 
 
-def markdown(facts: dict[str, Any], campaign: Campaign, cells: Sequence[Cell]) -> str:
+def markdown(facts: dict[str, Any], campaign: Campaign, cells: Sequence[Cell], targets: Sequence[float]) -> str:
     """Return tables, answers, and how they were measured."""
-    return as_markdown(facts, _tables(campaign), _notes(campaign, cells))
+    return as_markdown(facts, _tables(campaign, targets), _notes(campaign, cells))
 
 
-def _tables(campaign: Campaign) -> list[Table]:
+def _tables(campaign: Campaign, targets: Sequence[float]) -> list[Table]:
     tables = []
     cells = dict.fromkeys(cell for cell, _ in campaign.measured)
     keys = [key for key in CONTENDERS if any(each == key for _, each in campaign.measured)]
     titles = [CONTENDERS[key].title for key in keys]
+    for workers, target in product(sorted({cell.workers for cell in cells}), targets):
+        own = [cell for cell in cells if cell.workers == workers]
+        rows = [
+            (cell.words, *(_seconds(campaign, cell, key, target) for key in keys), _ahead(campaign, cell, target))
+            for cell in own
+        ]
+        title = f"{workers} workers: seconds until the test loss is {target:g} nats"
+        tables.append(Table(title, ("network, workers", *titles, "best of ours ahead of the best rival"), rows))
     for workers in sorted({cell.workers for cell in cells}):
         rows = [
-            (
-                cell.words,
-                *(_seconds(campaign, cell, key) for key in keys),
-                _ahead(campaign, cell),
-            )
-            for cell in cells
-            if cell.workers == workers
+            (cell.words, *(_step(campaign, cell, key) for key in keys)) for cell in cells if cell.workers == workers
         ]
-        title = f"{workers} workers: seconds until the test loss is {campaign.target:g} nats; milliseconds a step"
-        tables.append(Table(title, ("network, workers", *titles, "best of ours ahead of the best rival"), rows))
+        title = f"{workers} workers: milliseconds in which as many steps are made as there are workers"
+        tables.append(Table(title, ("network, workers", *titles), rows))
     rows = []
     for key in keys:
         up, down = mean_bytes([each for (_, own), each in campaign.measured.items() if own == key])
@@ -50,21 +53,28 @@ def _tables(campaign: Campaign) -> list[Table]:
     return [*tables, Table("Bytes of each worker's card, headers included, and what was reached", heads, rows)]
 
 
-def _seconds(campaign: Campaign, cell: Cell, key: str) -> str:
+def _seconds(campaign: Campaign, cell: Cell, key: str, target: float) -> str:
     found = campaign.measured.get((cell, key))
     if found is None:
-        return "–"
-    seconds = "never" if found.seconds is None else f"{found.seconds:.0f}"
-    return f"{seconds}; {1000 * found.step_seconds:.0f}"
+        return ""
+    seconds = time_to(target, found.curve)
+    return "–" if seconds is None else f"{seconds:.0f}"
 
 
-def _ahead(campaign: Campaign, cell: Cell) -> str:
+def _step(campaign: Campaign, cell: Cell, key: str) -> str:
+    found = campaign.measured.get((cell, key))
+    return "" if found is None else f"{1000 * found.step_seconds:.0f}"
+
+
+def _ahead(campaign: Campaign, cell: Cell, target: float) -> str:
     """Return by which factor the best method of this library is faster than the best rival; below 1 it is slower."""
-    ours, theirs = (
-        best([each.seconds for (own, key), each in campaign.measured.items() if own == cell and kind(key)])
-        for kind in (_is_ours, lambda key: not _is_ours(key))
-    )
-    return f"{theirs / ours:.2f} ×" if ours and theirs else "–"
+    here = {key: time_to(target, found.curve) for (own, key), found in campaign.measured.items() if own == cell}
+    if len(here) < len(CONTENDERS):
+        return ""
+    ours, theirs = (best([here[key] for key in here if _is_ours(key) is wanted]) for wanted in (True, False))
+    if ours is None or theirs is None:
+        return "no rival gets there" if ours else "only rivals get there" if theirs else "–"
+    return f"{theirs / ours:.2f} ×"
 
 
 def _is_ours(key: str) -> bool:
@@ -75,9 +85,12 @@ def _notes(campaign: Campaign, cells: Sequence[Cell]) -> list[str]:
     done = {cell for cell, _ in campaign.measured}
     left = [f"{cell.words}, {cell.workers} workers" for cell in cells if cell not in done]
     paces = ", ".join(f"{1000 * pace:g} ms with {workers}" for workers, pace in PACES.items())
+    free = ", ".join(f"{1000 * each:.0f} ms with {workers}" for workers, each in campaign.unhindered.items())
     return [
         f"Task {TASK}, {campaign.samples:,} samples of all workers together, one seed. A step lasts {paces} workers at "
-        f"least; where one worker is slower, {SLOWNESS:g} times as long there.",
+        f"least; where one worker is slower, {SLOWNESS:g} times as long there."
+        + (f" Measured on loopback, DDP: {free}." if free else ""),
+        "–: not reached. Empty: not run.",
         "Rates are searched alike, at full length and without a network, with another seed on other data; so is the "
         "optimizer of the rivals, with DDP's whole gradients.",
         f"A rival's model does not depend on the network: its losses are those of a run without one, and its steps are "

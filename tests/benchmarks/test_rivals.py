@@ -56,7 +56,7 @@ def network(monkeypatch):
 
 def test_a_rival_is_trained_once_and_timed_in_each_cell(tmp_path, network):
     done = []
-    campaign = Campaign(Ledger(tmp_path / "journal.jsonl"), Silent(), 4096, 3.0, trained(done))
+    campaign = Campaign(Ledger(tmp_path / "journal.jsonl"), Silent(), 4096, trained(done))
     campaign.run([CELL])
     assert {rate for _, rate in campaign.chosen.values()} == {0.125}
     assert not any(inner == "SGD" for inner, _ in campaign.chosen.values())
@@ -65,14 +65,19 @@ def test_a_rival_is_trained_once_and_timed_in_each_cell(tmp_path, network):
     assert {in_cell[key] for key in CONTENDERS if CONTENDERS[key].method} == {128}
     assert {in_cell[key] for key in CONTENDERS if not CONTENDERS[key].method} == {26}
     for measured in campaign.measured.values():
-        assert measured.seconds == pytest.approx(10 * 0.06 + 40 * 0.03)
+        assert time_to(3.0, measured.curve) == pytest.approx(10 * 0.06 + 40 * 0.03)
     assert campaign.measured[CELL, "power-1"].step_seconds == pytest.approx(0.03)
     assert campaign.measured[CELL, "power-1"][2:] == (100, 200)
-    words = report.markdown(machine.describe([]) | {"command": "x"}, campaign, [CELL, CELL._replace(slow=True)])
-    assert "| 100 Mbit/s, 0 ms, all equal | 2; 32 | 2; 32 |" in words
+    words = report.markdown(
+        machine.describe([]) | {"command": "x"}, campaign, [CELL, CELL._replace(slow=True)], [3.0, 1.0]
+    )
+    assert f"| 100 Mbit/s, 0 ms, all equal |{' 2 |' * len(CONTENDERS)} 1.00 × |" in words
+    assert f"| 100 Mbit/s, 0 ms, all equal |{' – |' * (len(CONTENDERS) + 1)}" in words
+    assert "| 100 Mbit/s, 0 ms, all equal | 32 | 32 | 32 | 30 |" in words
+    assert "Measured on loopback, DDP: 10 ms with 4." in words
     assert "Not run: 100 Mbit/s, 0 ms, one 4 × slower, 4 workers." in words
     count = len(done)
-    Campaign(Ledger(tmp_path / "journal.jsonl"), Silent(), 4096, 3.0, trained(done)).run([CELL])
+    Campaign(Ledger(tmp_path / "journal.jsonl"), Silent(), 4096, trained(done)).run([CELL])
     assert len(done) == count
 
 
