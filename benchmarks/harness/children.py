@@ -61,6 +61,12 @@ class Child:
             raise ChildFailedError(f"{self.name}: {heard.message}")
         return heard
 
+    def wait_for_end(self, seconds: float) -> None:
+        """Wait until the process has ended by itself, in whatever way; raises :class:`ChildFailedError` at the limit."""
+        self._process.join(seconds)
+        if self._process.is_alive():
+            raise ChildFailedError(f"{self.name} did not end in {seconds:.0f} s")
+
     def __enter__(self) -> "Child":
         return self
 

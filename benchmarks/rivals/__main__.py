@@ -17,7 +17,7 @@ from benchmarks.network import lab
 from benchmarks.report import guide
 from benchmarks.rivals import report
 from benchmarks.rivals.campaign import Campaign
-from benchmarks.rivals.cells import TASK, cells, train
+from benchmarks.rivals.cells import LINES, SCENARIOS, TASK, cells, train
 from verify.cluster.servers import end_on_sigterm
 
 _UNAVAILABLE = 77
@@ -35,7 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _UNAVAILABLE
     end_on_sigterm()
     facts = machine.describe(given) | {"command": f"python -m benchmarks.rivals {shlex.join(given)}".strip()}
-    planned = [cell for cell in cells(options.quick) if cell.workers in (options.workers or (cell.workers,))]
+    planned = [
+        cell
+        for cell in cells(options.quick)
+        if cell.workers in (options.workers or (cell.workers,))
+        and f"{cell.mbits}/{cell.delay_ms}" in (options.lines or (f"{cell.mbits}/{cell.delay_ms}",))
+        and cell.scenario in (options.scenarios or SCENARIOS)
+    ]
     samples = _QUICK_SAMPLES if options.quick else SAMPLES[TASK]
     targets = options.targets or (_QUICK_TARGETS if options.quick else _TARGETS)
     with Progress() as progress:
@@ -63,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rivals", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one cell with short runs, in minutes")
     parser.add_argument("--workers", nargs="+", type=int, metavar="N", help="numbers of workers")
+    lines = [f"{mbits}/{delay_ms}" for mbits, delay_ms in LINES]
+    parser.add_argument("--lines", nargs="+", choices=lines, metavar="MBITS/MS", help=f"networks: {', '.join(lines)}")
+    parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, metavar="NAME", help=", ".join(SCENARIOS))
     parser.add_argument("--targets", nargs="+", type=float, metavar="NATS", help="test losses to reach")
     parser.add_argument("--report", action="store_true", help="report what the journal has, and run nothing")
     parser.add_argument("--output", type=Path, default=Path("runs/rivals"), metavar="DIR", help="default: %(default)s")

@@ -14,7 +14,7 @@ from benchmarks.compare.processes import ChildFailedError
 from benchmarks.compare.search import search
 from benchmarks.compare.tasks import TASKS
 from benchmarks.network.lab import Lab
-from benchmarks.rivals.cells import PACES, SLOWNESS, TASK, Cell, job_of, train
+from benchmarks.rivals.cells import ABSENT_SECONDS, PACES, SLOWNESS, TASK, Cell, job_of, train
 from benchmarks.rivals.contenders import CONTENDERS, DENSE_STEPS, INNERS, PERIOD, Contender
 from benchmarks.rivals.worker import Job, Told
 from psclient.errors import SparsepsError
@@ -78,25 +78,40 @@ class Campaign:
         if alone is None:
             return
         self.finals[cell.workers, contender.key] = alone[0].final
-        paced = replace(job, pace=PACES[cell.workers], slowness=SLOWNESS if cell.slow else 1.0)
-        if not contender.method:
-            paced = replace(paced, steps=min(paced.steps, _TIMED_STEPS))
-            if contender.key == "ddp" and (free := self._once(replace(paced, slowness=1.0), None)):
-                self.unhindered[cell.workers] = _usual_seconds(free[0].moments)
-        told = self._once(paced, cell)
-        if told is None:
+        paced = self._in_cell(job, cell, contender)
+        if paced is None or (told := self._once(paced, cell)) is None:
             return
-        first = 0 if contender.method else DENSE_STEPS
-        steps = sum(len(each.moments) - first for each in told)
-        spent = [(each.moments[first - 1] if first else (0.0, 0, 0), each.moments[-1]) for each in told]
+        trains = bool(contender.method or paced.lost_at)
+        first = 0 if trains else DENSE_STEPS
+        counted = told[:1] if paced.lost_at else told  # of a worker that came late the clock began late
+        steps = sum(len(each.moments) - first for each in counted)
+        spent = [(each.moments[first - 1] if first else (0.0, 0, 0), each.moments[-1]) for each in counted]
         seconds, up, down = ([after[n] - before[n] for before, after in spent] for n in range(3))
-        curve = told[0].curve if contender.method else _timed(alone[0], told[0].moments)
+        curve = told[0].curve if trains else _timed(alone[0], told[0].moments)
         self.measured[cell, contender.key] = Measured(
             [(moment, loss) for _, moment, loss in curve],
-            max(seconds) / steps * cell.workers,
+            max(seconds) / job.all_steps if paced.lost_at else max(seconds) / steps * cell.workers,
             sum(up) / steps,
             sum(down) / steps,
         )
+
+    def _in_cell(self, job: Job, cell: Cell, contender: Contender) -> Job | None:
+        """Return what is done in a cell; ``None`` where a run that it depends on failed, or is not there."""
+        paced = replace(job, pace=PACES[cell.workers], slowness=SLOWNESS if cell.scenario == "slow" else 1.0)
+        is_rival = not contender.method
+        if cell.scenario == "lost":
+            paced = replace(paced, lost_at=job.all_steps // 2)
+            if is_rival:
+                equal = cell._replace(scenario="equal")
+                if (equal, contender.key) not in self.measured:
+                    self._measure(equal, contender)
+                found = self.measured.get((equal, contender.key))
+                return None if found is None else replace(paced, back_at=_back_at(paced, found.step_seconds))
+        elif is_rival:
+            paced = replace(paced, steps=min(paced.steps, _TIMED_STEPS))
+            if contender.key == "ddp" and (free := self._once(replace(paced, slowness=1.0), None)):
+                self.unhindered[cell.workers] = _usual_seconds(free[0].moments)
+        return paced
 
     def _tune(self, contender: Contender, workers: int) -> tuple[str, float]:
         """Return the optimizer and the rate with the least validation loss; rate 0 where every run failed."""
@@ -166,6 +181,11 @@ def _timed(alone: Told, moments: Sequence[tuple[float, int, int]]) -> list[tuple
         (steps, moments[min(steps, DENSE_STEPS) - 1][0] + usual * max(0, steps - DENSE_STEPS), loss)
         for steps, _, loss in alone.curve
     ]
+
+
+def _back_at(job: Job, step_seconds: float) -> int:
+    """Return the step before which the new worker joins a rival's others: where they average anyway."""
+    return job.lost_at + PERIOD * math.ceil(ABSENT_SECONDS / step_seconds / PERIOD)
 
 
 def _usual_seconds(moments: Sequence[tuple[float, int, int]]) -> float:

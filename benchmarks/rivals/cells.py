@@ -1,5 +1,6 @@
 """What is measured: networks, scenarios, numbers of workers; the main question's cells first."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,14 +13,24 @@ from benchmarks.compare.tasks import TASKS
 from benchmarks.network.lab import Lab
 from benchmarks.network.longline import LongLine
 from benchmarks.rivals.contenders import CONTENDERS
-from benchmarks.rivals.worker import BUDGET, Job, Told, average_and_train, serve_and_train
+from benchmarks.rivals.synchronous import average_and_train
+from benchmarks.rivals.worker import BUDGET, Job, Told, serve_and_train
 
 TASK, SAMPLES = "text-tiny", 8192
 SLOWNESS = 4.0
 """Of the last worker, where one is slower."""
+ABSENT_SECONDS = 10.0
+"""From the end of the last worker, where one is lost, until another takes its place."""
+SCENARIOS = {
+    "equal": "all equal",
+    "slow": f"one {SLOWNESS:g} × slower",
+    "lost": f"one lost half-way, another after {ABSENT_SECONDS:g} s",
+}
 PACES = {4: 0.1, 8: 0.2}
 """Seconds of a step by the number of workers: more than two shared cores need for a gradient of each at once."""
 PACKET_BYTES = 9000
+LINES = ((100, 0), (100, 20), (10, 0), (10, 20), (100, 80), (10, 80), (1000, 0))
+"""Mbit/s of every card, and milliseconds one way."""
 _START_SECONDS, _STEP_SECONDS = 120.0, 30.0
 
 
@@ -29,19 +40,18 @@ class Cell(NamedTuple):
     Attributes:
         mbits: of every host's card, each way.
         delay_ms: one way, between any two hosts.
-        slow: the last worker's steps last :data:`SLOWNESS` times as long.
+        scenario: key of :data:`SCENARIOS`: what becomes of the last worker.
         workers: how many.
     """
 
     mbits: float
     delay_ms: float
-    slow: bool
+    scenario: str
     workers: int
 
     @property
     def words(self) -> str:
-        scenario = f"one {SLOWNESS:g} × slower" if self.slow else "all equal"
-        return f"{self.mbits:g} Mbit/s, {self.delay_ms:g} ms, {scenario}"
+        return f"{self.mbits:g} Mbit/s, {self.delay_ms:g} ms, {SCENARIOS[self.scenario]}"
 
     @contextmanager
     def network(self) -> Iterator[Lab]:
@@ -56,22 +66,26 @@ class Cell(NamedTuple):
 def cells(quick: bool) -> list[Cell]:
     """Return the cells, those that matter most first; none with a delay at a rate that the switch does not carry."""
     if quick:
-        return [Cell(100, 0, False, 4)]
-    lines = ((100, 0), (100, 20), (10, 0), (10, 20), (100, 80), (10, 80), (1000, 0))
-    four = [Cell(mbits, delay, slow, 4) for mbits, delay in lines for slow in (False, True)]
+        return [Cell(100, 0, "equal", 4)]
+    four = [Cell(mbits, delay, scenario, 4) for mbits, delay in LINES for scenario in SCENARIOS]
     eight = [cell._replace(workers=8) for cell in four]
-    return [*four[:8], *eight[:4], *four[8:], *eight[4:]]
+    first = 3 * len(SCENARIOS)  # three networks
+    return [*four[:first], *eight[:first], *four[first:], *eight[first:]]
 
 
 def train(job: Job, lab: Lab | None = None) -> list[Told]:
-    """Run all workers of a job in a network, or on loopback; return what each tells.
+    """Run all workers of a job in a network, or on loopback; return what each tells that is there at the end.
 
     Raises:
         ChildFailedError: a process failed, or did not answer in time.
     """
     contender = CONTENDERS[job.contender]
     with ExitStack() as stack:
-        spaces = [lab.space(rank) if lab else "" for rank in range(job.workers)]
+
+        def start(rank: int) -> Child:
+            space = lab.space(min(rank, job.workers - 1)) if lab else ""  # a worker that comes late has the lost one's
+            return stack.enter_context(Child(f"worker {rank} of {job.contender}", work, job, rank, space, *others))
+
         if contender.method:
             listen = {"listen": f"{lab.address(job.workers)}:0", "insecure": True} if lab else {}
             settings = {**BUDGET.server, **METHODS[contender.method].server(job.workers), **listen}
@@ -80,16 +94,20 @@ def train(job: Job, lab: Lab | None = None) -> list[Told]:
             others: tuple[str, ...] = (address,)
         else:
             folder = stack.enter_context(TemporaryDirectory())
-            work, others = average_and_train, ((Path(folder) / "meeting").as_uri(), "card" if lab else "lo")
-        workers = [
-            stack.enter_context(Child(f"worker {rank} of {job.contender}", work, job, rank, spaces[rank], *others))
-            for rank in range(job.workers)
-        ]
+            work, others = average_and_train, (Path(folder).as_uri(), "card" if lab else "lo")
+        workers = [start(rank) for rank in range(job.workers)]
         for worker in workers:
             worker.hear(_START_SECONDS)
         for worker in workers:
             worker.tell()
         seconds = _START_SECONDS + job.all_steps * (_STEP_SECONDS + job.pace * job.slowness)
+        if job.lost_at:
+            workers.pop().wait_for_end(seconds)
+            time.sleep(ABSENT_SECONDS)
+            late = start(job.workers)
+            late.hear(_START_SECONDS)
+            late.tell()
+            workers.append(late)
         return [worker.hear(seconds) for worker in workers]
 
 

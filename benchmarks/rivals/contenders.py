@@ -13,6 +13,8 @@ Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 DENSE_STEPS = 10
 """PowerSGD's first steps, whole as in its authors' runs: its approximation starts from gradients of some size."""
+LEAST_DENSE_STEPS = 2
+"""The fewest that its hook takes: of a group that is formed anew during the training."""
 PERIOD = 8
 """Local steps between two averages."""
 
@@ -48,7 +50,8 @@ class Contender:
         title: its name for readers.
         method: key of :data:`~benchmarks.compare.methods.METHODS`; empty for a rival.
         options: further keywords of the method's optimizer.
-        hook: makes DDP's hook and its state, for ``None`` the whole gradient; unused where there is a method.
+        hook: makes DDP's hook and its state, from the number of first steps that are sent whole; ``None`` for whole
+            gradients in fp32; unused where there is a method.
         local: workers step alone, and average their models every :data:`PERIOD` steps.
         tuned_as: the contender whose rate it takes: it has the same trajectory, or nearly.
     """
@@ -57,14 +60,14 @@ class Contender:
     title: str
     method: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
-    hook: Callable[[], tuple[Any, Hook]] | None = None
+    hook: Callable[[int], tuple[Any, Hook]] | None = None
     local: bool = False
     tuned_as: str = ""
 
 
 def _power(rank: int) -> Contender:
-    def make() -> tuple[Any, Hook]:
-        return PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=DENSE_STEPS), powerSGD_hook
+    def make(dense_steps: int) -> tuple[Any, Hook]:
+        return PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=dense_steps), powerSGD_hook
 
     return Contender(f"power-{rank}", f"PowerSGD, rank {rank}", hook=make)
 
@@ -76,7 +79,7 @@ CONTENDERS = {
         Contender("overlap", "ServerRMSprop, overlap", "rmsprop", {"overlap": True}),
         Contender("dropping", "GradientDropping", "gradient_dropping"),
         Contender("ddp", "DDP"),
-        Contender("fp16", "DDP, fp16", hook=lambda: (None, fp16_compress_hook), tuned_as="ddp"),
+        Contender("fp16", "DDP, fp16", hook=lambda _: (None, fp16_compress_hook), tuned_as="ddp"),
         _power(1),
         _power(2),
         _power(4),

@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,10 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.algorithms.model_averaging.utils import average_parameters
-from torch.nn.parallel import DistributedDataParallel
 
 import psclient
 from benchmarks.compare.methods import METHODS, Setup
@@ -21,11 +18,10 @@ from benchmarks.compare.spec import Form
 from benchmarks.compare.tasks import TASKS, loss_of
 from benchmarks.compare.worker import clip, connection_to, decay
 from benchmarks.network.lab import enter
-from benchmarks.rivals.contenders import CONTENDERS, INNERS, PERIOD, Hook
+from benchmarks.rivals.contenders import CONTENDERS, PERIOD
 from psclient.optim.base import ParameterServerOptimizer
 
 BUDGET = Form(budget=0.03)
-_BUCKET_MB = 1000  # one bucket: with more of them PowerSGD does not end over gloo
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +40,8 @@ class Job:
         pace: seconds that a step lasts at least, without the network.
         slowness: what the last worker's pace is multiplied by.
         validation: the loss is measured on the data to choose settings by.
+        lost_at: steps after which the last worker's process dies; 0 where none is lost.
+        back_at: of a rival: steps after which another worker joins.
     """
 
     task: str
@@ -57,6 +55,8 @@ class Job:
     pace: float = 0.0
     slowness: float = 1.0
     validation: bool = False
+    lost_at: int = 0
+    back_at: int = 0
 
     @property
     def all_steps(self) -> int:
@@ -80,7 +80,7 @@ class Told:
     final: float = math.inf
 
 
-class _Loop:
+class Loop:
     """What both kinds of workers have in common: model, data, pace, clock, counters."""
 
     def __init__(self, job: Job, rank: int) -> None:
@@ -109,6 +109,11 @@ class _Loop:
         """Sleep until the step has lasted as long as it must."""
         time.sleep(max(0.0, self._due - time.perf_counter()))
 
+    def die_if_due(self, steps: int) -> None:
+        """End at once, as a machine that is lost does, where so many steps are this worker's last."""
+        if steps == self.job.lost_at and self.rank == self.job.workers - 1 and steps:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     def stepped(self) -> None:
         """Note the time, and the first worker's model from time to time."""
         moments = self.told.moments
@@ -134,7 +139,7 @@ def serve_and_train(connection: Connection, job: Job, rank: int, space: str, add
     """Be a worker of this library: the run is over when the server has all pushes, whoever sent them."""
     if space:
         enter(space)
-    loop, contender = _Loop(job, rank), CONTENDERS[job.contender]
+    loop, contender = Loop(job, rank), CONTENDERS[job.contender]
     method, overlap = METHODS[contender.method], bool(contender.options.get("overlap"))
     if overlap:  # before the optimizer's own hooks: nothing is sent before its time
         for parameter in loop.model.parameters():
@@ -162,50 +167,9 @@ def serve_and_train(connection: Connection, job: Job, rank: int, space: str, add
             loop.wait()
         optimizer.step()
         loop.stepped()
+        loop.die_if_due(len(loop.told.moments))
     optimizer.close()
     connection.send(loop.end(lambda: psclient.download(address)))
-
-
-def average_and_train(connection: Connection, job: Job, rank: int, space: str, meeting: str, card: str) -> None:
-    """Be a worker of a rival: everybody makes each step together, or averages every few steps."""
-    if space:
-        enter(space)
-    os.environ["GLOO_SOCKET_IFNAME"] = card
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=job.workers)
-    loop, contender, inner = _Loop(job, rank), CONTENDERS[job.contender], INNERS[job.inner]
-    model: torch.nn.Module = loop.model
-    if not contender.local:
-        model = DistributedDataParallel(model, bucket_cap_mb=_BUCKET_MB)
-        state, hook = (None, allreduce_hook) if contender.hook is None else contender.hook()
-        model.register_comm_hook(state, _paced(hook, loop.wait))
-    optimizer = inner.make(loop.model.parameters(), job.rate * inner.rate_scale)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: decay(step, job.all_steps))
-    dist.barrier()
-    loop.start(connection)
-    for step in range(job.steps):
-        loop.gradient(model)
-        clip(loop.model)
-        if contender.local:
-            loop.wait()
-        optimizer.step()
-        schedule.step()
-        if contender.local and step % PERIOD == PERIOD - 1:
-            average_parameters(loop.model.parameters(), dist.distributed_c10d._get_default_group())
-        loop.stepped()
-    told = loop.end(loop.model.state_dict)
-    dist.barrier()
-    dist.destroy_process_group()
-    connection.send(told)
-
-
-def _paced(hook: Hook, wait: Callable[[], None]) -> Hook:
-    """Return a hook that is called with the last gradient, and waits for the pace before it sends."""
-
-    def send(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-        wait()
-        return hook(state, bucket)
-
-    return send
 
 
 def _card_bytes() -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 
@@ -12,10 +13,11 @@ from benchmarks.rivals import report
 from benchmarks.rivals.campaign import Campaign, time_to
 from benchmarks.rivals.cells import Cell, cells, job_of, train
 from benchmarks.rivals.contenders import CONTENDERS, DENSE_STEPS
+from benchmarks.rivals.synchronous import batches_before
 from benchmarks.rivals.worker import Told
 from tests.benchmarks.compare.compare_makers import Silent
 
-CELL = Cell(100, 0, False, 4)
+CELL = Cell(100, 0, "equal", 4)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,7 @@ def test_a_rival_is_trained_once_and_timed_in_each_cell(tmp_path, network):
     assert campaign.measured[CELL, "power-1"].step_seconds == pytest.approx(0.03)
     assert campaign.measured[CELL, "power-1"][2:] == (100, 200)
     words = report.markdown(
-        machine.describe([]) | {"command": "x"}, campaign, [CELL, CELL._replace(slow=True)], [3.0, 1.0]
+        machine.describe([]) | {"command": "x"}, campaign, [CELL, CELL._replace(scenario="slow")], [3.0, 1.0]
     )
     assert f"| 100 Mbit/s, 0 ms, all equal |{' 2 |' * len(CONTENDERS)} 1.00 × |" in words
     assert f"| 100 Mbit/s, 0 ms, all equal |{' – |' * (len(CONTENDERS) + 1)}" in words
@@ -84,7 +86,7 @@ def test_a_rival_is_trained_once_and_timed_in_each_cell(tmp_path, network):
 def test_the_cells_that_matter_most_come_first():
     assert len(cells(quick=True)) == 1
     every = cells(quick=False)
-    assert len(set(every)) == len(every) == 28
+    assert len(set(every)) == len(every) == 42
     assert every[0] == CELL
 
 
@@ -106,3 +108,37 @@ def test_a_cell_has_hosts_that_reach_each_other(delay_ms):
         first, second = train(job_of("local", "SGD", 0.1, 2, 0, 256), network)
     assert first.moments[-1][1] > 4 * 198_976
     assert second.moments[-1][2] > 4 * 198_976
+
+
+@pytest.mark.parametrize("contender", ["rmsprop", "power-1", "local"])
+def test_training_goes_on_when_a_worker_is_lost_and_another_comes(contender, monkeypatch):
+    monkeypatch.setattr("benchmarks.rivals.cells.ABSENT_SECONDS", 0.5)
+    is_ours = bool(CONTENDERS[contender].method)
+    job = job_of(contender, "" if is_ours else "RMSprop", 0.125, 3, 0, 1152)
+    told = train(replace(job, lost_at=8, back_at=0 if is_ours else 16))
+    assert told[0].final < 5.6
+    assert told[0].curve[0][0] == 8
+    assert told[-1].moments  # of the one that has come
+    if not is_ours:
+        # 48 steps of three workers, 8 of which had two: the last batches take 3 steps more
+        assert [len(each.moments) for each in told] == [51, 51, 51 - 16]
+
+
+def test_the_batches_of_a_worker_that_is_not_there_are_missing():
+    job = replace(job_of("ddp", "SGD", 0.1, 4, 0, 4096), lost_at=10, back_at=16)
+    assert [batches_before(job, step) for step in (0, 10, 13, 16, 20)] == [0, 40, 49, 58, 74]
+    assert batches_before(replace(job, lost_at=0, back_at=0), 20) == 80
+
+
+def test_in_a_cell_with_a_loss_rivals_train_to_the_end_and_the_new_worker_comes_in_time(tmp_path, network):
+    done = []
+    cell = CELL._replace(scenario="lost")
+    campaign = Campaign(Ledger(tmp_path / "journal.jsonl"), Silent(), 65536, trained(done))
+    campaign.run([cell])
+    lost = {job.contender: job for job, is_in_network in done if is_in_network and job.lost_at}
+    assert lost.keys() == CONTENDERS.keys()
+    assert {job.lost_at for job in lost.values()} == {1024}
+    assert lost["ddp"].back_at == 1024 + 336  # ten seconds of steps of 30 ms, and a multiple of 8
+    assert lost["ddp"].steps == lost["ddp"].all_steps
+    assert lost["rmsprop"].back_at == 0
+    assert campaign.measured.keys() >= {(cell, key) for key in CONTENDERS}
