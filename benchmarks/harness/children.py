@@ -62,7 +62,7 @@ class Child:
         return heard
 
     def wait_for_end(self, seconds: float) -> None:
-        """Wait until the process has ended by itself, in whatever way; raises :class:`ChildFailedError` at the limit."""
+        """Wait until the process has ended by itself, however; raises :class:`ChildFailedError` at the limit."""
         self._process.join(seconds)
         if self._process.is_alive():
             raise ChildFailedError(f"{self.name} did not end in {seconds:.0f} s")

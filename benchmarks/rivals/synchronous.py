@@ -1,6 +1,6 @@
 """A worker of a rival: all make each step together, or average every few steps; a lost worker is done without.
 
-How survivors go on is the best that can be written with torch: the closed connection tells them at once, they form a new
+How survivors go on is the best that can be written with torch: a closed connection tells them at once, they form a new
 group in the same process, and nothing is read from a checkpoint. torchrun would restart every process.
 """
 
@@ -117,9 +117,9 @@ class _Group:
                 dist.broadcast(parameter.detach(), 0)
             return
         model = DistributedDataParallel(self._loop.model, bucket_cap_mb=_BUCKET_MB)
-        state, hook = None, allreduce_hook
-        if contender.hook is not None:
-            state, hook = contender.hook(LEAST_DENSE_STEPS if number else DENSE_STEPS)
+        whole: tuple[Any, Hook] = None, allreduce_hook
+        dense_steps = LEAST_DENSE_STEPS if number else DENSE_STEPS
+        state, hook = whole if contender.hook is None else contender.hook(dense_steps)
         model.register_comm_hook(state, _paced(hook, self._loop.wait))
         self.model = model
 
