@@ -96,9 +96,9 @@ def _notes(campaign: Campaign, cells: Sequence[Cell]) -> list[str]:
         f"A rival's model does not depend on the network: its losses are those of a run without one, and its steps are "
         f"timed, {DENSE_STEPS} first ones, which PowerSGD sends whole, and {2 * PERIOD} more, of which times and bytes "
         "of a step are. This library's methods train to the end in each cell, and rivals where a worker is lost.",
-        f"One lost: the last worker's process is killed after half of its steps, and {ABSENT_SECONDS:g} s later another "
-        "takes its place. A rival's survivors notice at once, go on in the same processes without a checkpoint, and take "
-        "the new one in at the next step whose number 8 divides: torchrun would start all processes again.",
+        f"One lost: the last worker's process is killed after half of its steps; {ABSENT_SECONDS:g} s later another "
+        "takes its place. A rival's survivors notice at once, go on in the same processes without a checkpoint, and "
+        "take the new one in at the next step whose number 8 divides: torchrun would start all processes again.",
         *(f"Not run: {'; '.join(left)}." for _ in left[:1]),
         *(f"FAILED: {words}" for words in campaign.failures),
     ]
