@@ -65,7 +65,7 @@ def exact(workload: Workload, costs: Costs) -> Cuts:
         first = starts == 0
         opened = costs.begin(free, ready[starts + 1], ready[end]) + first * costs.lead
         selected = opened + select
-        arrived = np.maximum(np.where(first, opened + costs.message, sent), selected) + send
+        arrived = np.maximum(np.where(first, opened + costs.opening, sent), selected) + send
         selected = costs.begin(selected, ready[end], ready[end + 1])  # to end before the next gradient gains nothing
         front = _pareto_front(selected, arrived)
         starts = np.concatenate((starts, np.full(front.size, end)))
@@ -105,7 +105,7 @@ def greedy(workload: Workload, costs: Costs) -> Cuts:
         select_next, send_next = workload.group_costs(costs, end, end + 1)
         select_both, send_both = workload.group_costs(costs, start, end + 1)
         alone = opened + select_group
-        link_free = max(sent if start else opened + costs.message, alone)
+        link_free = max(sent if start else opened + costs.opening, alone)
         if opened_both + select_both - select_next - link_free >= send_group + send_next - send_both:
             cuts.append(end)
             selected, sent = alone, link_free + send_group

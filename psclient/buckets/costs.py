@@ -24,7 +24,8 @@ class Costs:
         t_c(group) = message + byte·bytes                           until it is whole at the server; one link
 
     Opening a push costs ``lead`` and one message more; ``tail`` is from the last arrival to the answer. Several shards
-    are behind the same network card, so all of them are one link.
+    are behind the same network card, so all of them are one link. Groups in a row travel in one message until they have
+    ``together`` bytes, and the opening travels with the first: a smaller group costs a share of a message.
     """
 
     lead: float = 0.0
@@ -34,14 +35,26 @@ class Costs:
     message: float = 0.0
     byte: float = 0.0
     tail: float = 0.0
+    together: float = 0.0
+
+    @property
+    def opening(self) -> float:
+        """The message of the opening, where it is one of its own."""
+        return 0.0 if self.together else self.message
 
     def select(self, tensors: Floats, elements: Floats) -> Floats:
         """Return ``t_s`` of groups of so many tensors and elements."""
         return self.group + self.tensor * tensors + self.element * elements
 
     def send(self, nbytes: Floats) -> Floats:
-        """Return ``t_c`` of groups of so many message bytes; a group that sends nothing costs nothing."""
+        """Return ``t_c`` of groups of so many message bytes, each a message; one that sends nothing costs nothing."""
         return np.where(nbytes > 0, self.message + self.byte * nbytes, 0.0)
+
+    def send_shared(self, nbytes: Floats) -> Floats:
+        """Return ``t_c`` of groups of which small ones share a message, and so its start-up."""
+        if not self.together:
+            return self.send(nbytes)
+        return self.send(nbytes) - self.message * np.clip(1 - nbytes / self.together, 0.0, 1.0) * (nbytes > 0)
 
     def begin(self, free: Floats, before: Floats, ready: Floats) -> Floats:
         """Return when selecting can begin that is ``free`` then and has gradients at ``ready``, after those before."""
@@ -75,7 +88,11 @@ class Workload:
     def group_costs(self, costs: Costs, starts: Places, ends: Places) -> tuple[Floats, Floats]:
         """Return ``t_s`` and ``t_c`` of the groups that begin at ``starts`` and end before ``ends``."""
         tensors, elements, nbytes = (sums[ends] - sums[starts] for sums in self._sums)
-        return costs.select(tensors, elements), costs.send(nbytes)
+        return costs.select(tensors, elements), costs.send_shared(nbytes)
+
+    def group_bytes(self, starts: Places, ends: Places) -> Floats:
+        """Return the message bytes of groups."""
+        return np.asarray(self._sums[2][ends] - self._sums[2][starts])
 
     def joined(self, cuts: Sequence[int]) -> "Workload":
         """Return the same with every run of tensors between two cuts as one."""
@@ -102,17 +119,25 @@ class Prediction(NamedTuple):
 
 
 def predict(cuts: Sequence[int], workload: Workload, costs: Costs) -> Prediction:
-    """Return when groups would be done that are selected one after the other, and sent one after the other."""
-    select, send = workload.group_costs(costs, np.array(cuts[:-1]), np.array(cuts[1:]))
+    """Return when groups would be done that are selected one after the other, and sent one message after the other."""
+    starts, ends = np.array(cuts[:-1]), np.array(cuts[1:])
+    select, _ = workload.group_costs(costs, starts, ends)
     groups: list[Timeline] = []
+    waiting: list[tuple[float, float]] = []  # groups of the next message: when ready, when selected
     selected = arrived = before = np.zeros(())
-    for ready, selecting, sending in zip(workload.ready[[cut - 1 for cut in cuts[1:]]], select, send, strict=True):
+    pending = 0.0
+    for end, selecting, nbytes in zip(cuts[1:], select, workload.group_bytes(starts, ends), strict=True):
+        ready = workload.ready[end - 1]
         selected = costs.begin(selected, before, ready)
-        if not groups:
+        if end == cuts[1]:
             selected += costs.lead
-            arrived = selected + costs.message
+            arrived = selected + costs.opening
         selected += selecting
-        arrived = max(arrived, selected) + sending
         before = ready
-        groups.append(Timeline(float(ready), float(selected), float(arrived)))
+        pending += nbytes
+        waiting.append((float(ready), float(selected)))
+        if pending >= costs.together or end == cuts[-1]:
+            arrived = max(arrived, selected) + float(costs.send(np.array(pending)))
+            groups += [Timeline(*moments, float(arrived)) for moments in waiting]
+            waiting, pending = [], 0.0
     return Prediction(groups, float(arrived + costs.tail - before))

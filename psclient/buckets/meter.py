@@ -3,6 +3,8 @@
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from statistics import median
 
 import numpy as np
@@ -32,6 +34,7 @@ class CostMeter:
         self._leads: deque[float] = deque(maxlen=_REMEMBERED)
         self._tails: deque[float] = deque(maxlen=_REMEMBERED)
         self._trained, self._entries, self._ready = np.zeros((3, len(elements)))
+        self._together = 0.0
         self.entry_bytes = 8.0
         self.traces = 0
 
@@ -41,7 +44,7 @@ class CostMeter:
         lead, tail = (max(0.0, median(seen)) if seen else 0.0 for seen in (self._leads, self._tails))
         group, tensor, element = self._selecting.coefficients.tolist()
         message, byte = self._sending.coefficients.tolist()
-        return Costs(lead, group, tensor, element, message, byte, tail)
+        return Costs(lead, group, tensor, element, message, byte, tail, self._together)
 
     @property
     def workload(self) -> Workload:
@@ -68,8 +71,12 @@ class CostMeter:
         timings = [timing for _, timing in trace.shards if timing.arrived]
         for timing in timings:
             self._learn_sending(timing)
-        header = self.costs.message
-        self._tails.append(trace.answered - max(timing.opened + header + max(timing.arrived) for timing in timings))
+            self._together = float(timing.together_bytes)
+        costs = self.costs
+        last = max(
+            timing.opened + costs.message + costs.byte * timing.first_bytes + max(timing.arrived) for timing in timings
+        )
+        self._tails.append(trace.answered - last)
         self.traces += 1
 
     def _learn_workload(self, trace: Trace) -> None:
@@ -99,23 +106,26 @@ class CostMeter:
         run.end()
 
     def _learn_sending(self, timing: PushTiming) -> None:
-        """Learn from arrivals, as times since the header's arrival; the header had its own start-up.
+        """Learn from the arrivals of messages, as times since the arrival of the first, which has the header.
 
-        A group that left before the one in front of it was there has waited for it: the time between the two arrivals
+        A message that left before the one in front of it was there has waited for it: the time between the two arrivals
         is its ``message + byte·bytes``. One that left when the link had long come to rest met the same start-up as the
-        header: it shows ``byte·bytes`` alone. Between the two, it may have waited or not, and nothing is learnt.
+        first: it shows ``byte·bytes`` alone. Between the two, it may have waited or not, and nothing is learnt.
         """
         before, rest = 0.0, max(_REST_SECONDS, 2 * self.costs.message)
         run = _Run(self._sending)
-        for left, arrived, nbytes in sorted(zip(timing.left, timing.arrived, timing.group_bytes, strict=False)):
-            if left < 0:
+        groups = sorted(zip(timing.left, timing.arrived, timing.group_bytes, strict=False))
+        for left, message in groupby(groups, key=itemgetter(0)):  # its groups left at one moment
+            if left <= 0:
                 continue
+            _, moments, sizes = zip(*message, strict=True)
+            arrived, nbytes = max(moments), sum(sizes)
             if before >= left:
                 run.add(1.0, nbytes, arrived - before)
             else:
                 run.end()
                 if left - before > rest:
-                    self._sending.observe((0.0, nbytes), arrived - left)
+                    self._sending.observe((0.0, nbytes - timing.first_bytes), arrived - left)
             before = max(before, arrived)
         run.end()
 

@@ -108,9 +108,7 @@ class BucketPlanner:
                 return
             self._meter.learn(trace)
             if tuple(trace.groups) == self._chosen:
-                self._measured.append(
-                    (trace.timelines(self._meter.costs.message), trace.answered - trace.last_gradient)
-                )
+                self._measured.append((trace.timelines(self._meter.costs), trace.answered - trace.last_gradient))
             if self._due:
                 if not self._probes and self._meter.traces >= len(_PROBES):
                     self._choose()

@@ -1,30 +1,45 @@
 """When the parts of one push were ready, sent and arrived."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from psclient.buckets.costs import Timeline
+from psclient.buckets.costs import Costs, Timeline
 
 
 class PushTiming:
     """One shard's part of a push; lists are by place in its plan, which has so many ``groups``.
 
     Attributes:
+        together_bytes: groups are gathered into a message until it has so many.
         group_bytes: message bytes of each group.
-        left: when a group's last message was handed over, seconds after ``opened``; negative for a group without any.
-        opened: when the header was handed to the transport, :func:`time.perf_counter`.
+        left: when a group's last message was handed to the transport, seconds after ``opened``; 0 for one that was in
+            the first message, with the header, and negative for a group without any.
+        opened: when the first message was handed to the transport, :func:`time.perf_counter`; 0 before.
         arrived: when a group was whole at the server, seconds after the header was there, on its clock; empty until
             answered, and after a repetition, which shows nothing.
     """
 
-    def __init__(self, groups: int) -> None:
+    def __init__(self, groups: int, together_bytes: int = 0) -> None:
+        self.together_bytes = together_bytes
         self.group_bytes = [0] * groups
         self.left = [-1.0] * groups
         self.opened = 0.0
         self.arrived: list[float] = []
+
+    @property
+    def first_bytes(self) -> int:
+        """Bytes of the groups that were in the message of the header."""
+        return sum(nbytes for nbytes, left in zip(self.group_bytes, self.left, strict=True) if left == 0)
+
+    def note_sent(self, groups: Iterable[int]) -> None:
+        """Note that a message has been handed to the transport, with fields of these groups."""
+        now = time.perf_counter()
+        self.opened = self.opened or now
+        for group in groups:
+            self.left[group] = now - self.opened
 
 
 @dataclass(slots=True)
@@ -75,13 +90,14 @@ class Trace:
         moments = (self.ready[position] for position in self.groups[number] if position in self.ready)
         return max(moments, default=self.opening)
 
-    def timelines(self, header: float) -> list[Timeline]:
-        """Return the moments of each group after the first gradient; a header is at its server after ``header``."""
+    def timelines(self, costs: Costs) -> list[Timeline]:
+        """Return the moments of each group after the first gradient; costs say how long a header is on its way."""
         arrived = dict(self.done)
         for places, timing in self.shards:
             for number, place in places.items():
                 if timing.left[place] >= 0:
-                    arrived[number] = max(arrived[number], timing.opened + header + timing.arrived[place])
+                    header_there = timing.opened + costs.message + costs.byte * timing.first_bytes
+                    arrived[number] = max(arrived[number], header_there + timing.arrived[place])
         first = self.first_gradient
         moments = ((self.group_ready(number), self.done[number], arrived[number]) for number in range(len(self.groups)))
         return [Timeline(*(max(0.0, moment - first) for moment in each)) for each in moments]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from psclient.buckets.trace import PushTiming
 from psclient.rpc.stall import OpenStream
 from pscore.model.sparse_slice import SparseSlice
 from pscore.telemetry.span import TraceSpan
@@ -13,36 +14,44 @@ _TOGETHER_SECONDS = 0.02  # that the fields sent together may take on the link
 _MOST_TOGETHER = 64  # parts of fields
 
 
+def bytes_together(link_bytes_per_second: float | None) -> int:
+    """Return how many bytes of fields are sent together: few, or as many as the link carries in a moment."""
+    return max(_TOGETHER_BYTES, message_bytes(link_bytes_per_second, _TOGETHER_SECONDS))
+
+
 @dataclass(slots=True)
 class PushPart:
     """One shard's part of a push, kept until it is acknowledged or refused.
 
     ``stream`` has what is sent, until an attempt to read the answer has failed; later attempts send ``messages``, the
-    same bytes. ``segments`` is the payload as it arrives, for restoring it.
+    same bytes. ``segments`` is the payload as it arrives, for restoring it. Fields are sent together until they have
+    the bytes that ``timing`` says, which is told when groups leave.
     """
 
     generation: int
     trace: TraceSpan
     stream: OpenStream | None
-    link_bytes_per_second: float | None
+    timing: PushTiming
     messages: list[bytes] = field(default_factory=list)
     segments: list[SparseSlice] = field(default_factory=list)
     checksum: frames.Checksum = field(default_factory=frames.Checksum)
     nbytes: int = 0
     _pending: list[bytes | memoryview] = field(default_factory=list)
     _pending_bytes: int = 0
+    _pending_groups: set[int] = field(default_factory=set)
 
-    def add(self, *parts: bytes | memoryview) -> int:
+    def add(self, *parts: bytes | memoryview, group: int | None = None) -> int:
         """Add a serialised field of :class:`pb.PushSparseRequest`, in parts end to end; return its bytes.
 
-        Fields are sent together: few bytes, or as many as the link carries in a moment.
+        ``group`` is the one that a field is a chunk of.
         """
-        size = sum(map(len, parts))
-        most = max(_TOGETHER_BYTES, message_bytes(self.link_bytes_per_second, _TOGETHER_SECONDS))
+        size, most = sum(map(len, parts)), self.timing.together_bytes
         if self._pending and self._pending_bytes + size > most:
             self.flush()
         self._pending += parts
         self._pending_bytes += size
+        if group is not None:
+            self._pending_groups.add(group)
         if self._pending_bytes >= most or len(self._pending) >= _MOST_TOGETHER:
             self.flush()
         return size
@@ -56,3 +65,5 @@ class PushPart:
         self.nbytes += len(data) + frames.FRAMING_BYTES
         if self.stream is not None:
             self.stream.send(data)
+        self.timing.note_sent(self._pending_groups)
+        self._pending_groups.clear()

@@ -17,7 +17,7 @@ from psclient.model.replica import Replica
 from psclient.rpc.bandwidth import Bandwidth
 from psclient.rpc.channel import Connection, RetryPolicy
 from psclient.rpc.progress_line import ProgressLine
-from psclient.rpc.push_part import PushPart
+from psclient.rpc.push_part import PushPart, bytes_together
 from psclient.rpc.stall import OpenStream, StreamCall
 from psclient.settings import ClientSettings
 from pscore.model.layout import Span
@@ -158,9 +158,8 @@ class ShardClient:
         header.plan.extend(pb.Group(start=group.start, length=group.length) for group in plan)
         trace = tracing.begin("push", shard=self.index)
         header.traceparent = trace.parent
-        self.timing = PushTiming(len(plan))
-        self.unacked = PushPart(header.generation, trace, self._push_stream(idle_seconds), self.uplink.bytes_per_second)
-        self.timing.opened = time.perf_counter()
+        self.timing = PushTiming(len(plan), bytes_together(self.uplink.bytes_per_second))
+        self.unacked = PushPart(header.generation, trace, self._push_stream(idle_seconds), self.timing)
         self.unacked.add(field_bytes(pb.PushSparseRequest.HEADER_FIELD_NUMBER, header))
 
     def _push_stream(self, idle_seconds: float) -> OpenStream:
@@ -186,8 +185,7 @@ class ShardClient:
         """Send one chunk of the open push, whose value bytes are ``values`` or its own."""
         part = self._open_part
         part.checksum.add(chunk, *values)
-        self.timing.group_bytes[chunk.group] += part.add(*chunk_field(chunk, *values))
-        self.timing.left[chunk.group] = time.perf_counter() - self.timing.opened
+        self.timing.group_bytes[chunk.group] += part.add(*chunk_field(chunk, *values), group=chunk.group)
 
     def hold(self, segment: SparseSlice) -> None:
         """Keep a piece of the open push's payload, for restoring it."""

@@ -31,8 +31,8 @@ def trace_of(groups, workload, costs, noise=None):
     begin, count = 1000.0, len(workload)
     trace = Trace(groups, opening=begin)
     trace.ready = {count - 1 - place: begin + moment for place, moment in enumerate(workload.ready)}
-    timing = PushTiming(len(groups))
-    free, busy = begin, 0.0
+    timing = PushTiming(len(groups), int(costs.together))
+    free, busy, waiting, header_there = begin, 0.0, [], 0.0
     cuts = cuts_of(groups)
     for number, (start, end) in enumerate(pairwise(cuts)):
         select, send = (float(each[0]) for each in workload.group_costs(costs, np.array([start]), end))
@@ -42,13 +42,23 @@ def trace_of(groups, workload, costs, noise=None):
         if number == 0:
             trace.opening = began
             began += costs.lead
-            timing.opened, busy = began, began + costs.message
             trace.begun = began
+            if not costs.together:
+                timing.opened, busy = began, began + costs.message
+                header_there = busy
         free = trace.done[number] = began + select
-        busy = max(busy, free) + send
-        timing.left[number] = free - timing.opened
-        timing.arrived.append(busy - timing.opened - costs.message)
         timing.group_bytes[number] = int(workload.nbytes[start:end].sum())
+        waiting.append(number)
+        nbytes = sum(timing.group_bytes[each] for each in waiting)
+        if nbytes >= costs.together or number == len(groups) - 1:
+            if costs.together:
+                send = costs.message + costs.byte * nbytes
+            busy = max(busy, free) + send
+            timing.opened, header_there = timing.opened or free, header_there or busy
+            for each in waiting:
+                timing.left[each] = free - timing.opened
+            timing.arrived += [busy - header_there] * len(waiting)
+            waiting = []
         for place in range(start, end):
             trace.entries[count - 1 - place] = int(workload.nbytes[place] / ENTRY_BYTES)
     trace.shards = (({number: number for number in range(len(groups))}, timing),)

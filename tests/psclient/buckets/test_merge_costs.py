@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from psclient.buckets import bucketing
+from psclient.buckets.bucketing import cuts_of
+from psclient.buckets.costs import predict
 from psclient.buckets.meter import CostMeter, RecursiveLeastSquares
 from psclient.buckets.trace import GradientClock
 from tests.psclient.merge_makers import COSTS, make_workload, trace_of
@@ -87,6 +89,29 @@ def test_costs_are_recovered_from_pushes(noise):
     whole = found.select(np.array([47.0]), np.array([7.5e6]))
     assert whole == pytest.approx(COSTS.select(np.array([47.0]), np.array([7.5e6])), rel=tolerance)
     assert found.send(np.array([160_000.0])) == pytest.approx(COSTS.send(np.array([160_000.0])), rel=tolerance)
+
+
+@pytest.mark.parametrize("together", [20_000, 10_000_000])
+def test_pushes_are_predicted_whose_groups_share_messages(together):
+    costs, meter = replace(COSTS, together=together), CostMeter(np.array(SIZES, dtype=float))
+    for turn in range(20):
+        meter.learn(trace_of(PLANS[turn % 3], WORKLOAD, costs))
+    assert meter.costs.together == together
+    for plan in PLANS:
+        trace = trace_of(plan, WORKLOAD, costs)
+        expected = trace.answered - trace.last_gradient
+        assert predict(cuts_of(plan), meter.workload, meter.costs).exposed == pytest.approx(expected, rel=0.1)
+        shown = trace.timelines(costs)
+        assert [each.arrived for each in shown] == pytest.approx(
+            [each.arrived for each in predict(cuts_of(plan), WORKLOAD, costs).groups]
+        )
+
+
+def test_a_group_smaller_than_a_message_costs_a_share_of_it():
+    costs = replace(COSTS, together=1000.0)
+    assert costs.send_shared(np.array([0.0, 250.0, 4000.0])) == pytest.approx(
+        [0.0, costs.message / 4 + 250 * costs.byte, costs.message + 4000 * costs.byte]
+    )
 
 
 def test_the_workload_is_recovered_from_pushes():
