@@ -1,6 +1,6 @@
 """Section *ldte*: are gradients Laplace distributed, what is LDTE-BS's estimate worth, and what does it cost.
 
-On its own, with the four models of the paper: ``python -m benchmarks.ldte``.
+On its own, with the seven networks of the paper: ``python -m benchmarks.ldte``.
 """
 
 import tempfile
@@ -25,7 +25,7 @@ _QUICK, _FULL = ("densenet121",), ("densenet121", "densenet169")
 
 
 def run(plan: Plan) -> Section:
-    """Measure the smaller models, on digits in CIFAR's format; :mod:`benchmarks.ldte.__main__` takes all four."""
+    """Measure the smaller models, on digits in CIFAR's format; :mod:`benchmarks.ldte.__main__` takes all seven."""
     results: list[Result] = []
     try:
         with tempfile.TemporaryDirectory() as made:

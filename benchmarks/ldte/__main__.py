@@ -1,4 +1,4 @@
-"""``python -m benchmarks.ldte``: all four models on both datasets, into ``runs/ldte``; call it again to go on.
+"""``python -m benchmarks.ldte``: the seven networks of the paper on both datasets, into ``runs/ldte``; resumable.
 
 A run of one model on one dataset that is finished is not run again, unless the options are others.
 """
@@ -67,7 +67,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ldte", description=__doc__)
     parser.add_argument("--data", type=Path, metavar="DATA", help="folder of CIFAR; default: digits in its format")
-    parser.add_argument("--models", nargs="+", default=list(NAMES), metavar="NAME", help="of torchvision")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=list(NAMES),
+        metavar="NAME",
+        help=f"{', '.join(NAMES)}, or another of torchvision",
+    )
     parser.add_argument("--datasets", nargs="+", choices=DATASETS, default=list(DATASETS), metavar="NAME")
     parser.add_argument("--steps", type=int, default=16, help="of each run (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=16, help="default: %(default)s")

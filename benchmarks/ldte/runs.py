@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.ldte.capture import example, moments, training_images
+from benchmarks.ldte.capture import moments, training_images
 from benchmarks.ldte.findings import DENSITIES, Finding, examine
+from benchmarks.ldte.networks import make_model
 from benchmarks.ldte.speed import BY_TENSOR, MERGED, Timing, measure
 
 _TIMED_STEPS = 3
@@ -21,7 +22,7 @@ class Job:
 
     Attributes:
         dataset: ``cifar10`` or ``cifar100``.
-        model: torchvision's name.
+        model: see :func:`~benchmarks.ldte.networks.make_model`.
         data: where the dataset is; ``None`` for digits in its format.
         batch_size: of a step.
         steps: of the run.
@@ -93,7 +94,7 @@ def run(job: Job, made: Path, say: Callable[[str], None], has_time: Callable[[],
     say("load data, make the model")
     images: Any = training_images(job.dataset, job.data, made)
     torch.manual_seed(job.seed)
-    model = example().make_model(job.model, len(images.classes))
+    model = make_model(job.model, len(images.classes))
     result = Result(job)
     timed = [step for step in range(job.steps - _TIMED_STEPS + 1, job.steps + 1) if step > 0 and job.rounds]
     kept = []

@@ -15,6 +15,9 @@ NAMES = {
     "densenet169": "DenseNet-169",
     "resnet50": "ResNet-50",
     "densenet121": "DenseNet-121",
+    "alexnet": "AlexNet",
+    "vgg19": "VGG-19",
+    "senet18": "SENet-18",
 }
 DATASETS = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
 NOT_MEASURED = "not measured"

@@ -42,16 +42,10 @@ def tiny(name="", classes=3):
     return nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.ReLU(), nn.Linear(64, classes))
 
 
-class Example:
-    """Stands in for examples/cifar10.py."""
-
-    make_model = staticmethod(tiny)
-
-
 @pytest.fixture
 def small_runs(monkeypatch):
     """Jobs train a tiny model on noise."""
-    monkeypatch.setattr(ldte_runs, "example", lambda: Example)
+    monkeypatch.setattr(ldte_runs, "make_model", tiny)
     monkeypatch.setattr(ldte_runs, "training_images", lambda dataset, data, made: Images())
 
 
@@ -194,3 +188,16 @@ def test_one_model_on_digits_in_cifars_format(tmp_path):
     assert len(result.of("gradient", 2)) > 20
     assert (tmp_path / "cifar100" / "cifar-100-python" / "train").exists()
     assert Path(sys.modules["cifar10"].__file__).parent.name == "examples"
+
+
+def test_the_senet_weighs_the_channels_of_every_block():
+    if not capture.importlib.util.find_spec("torchvision"):
+        pytest.skip("torchvision is not installed")
+    from benchmarks.ldte.networks import SENET, make_model
+
+    model = make_model(SENET, 10)
+    squeezes = [module for module in model.modules() if type(module).__name__ == "SqueezeExcitation"]
+    assert [each.fc1.in_channels // each.fc1.out_channels for each in squeezes] == [16] * 8
+    plain = sum(parameter.numel() for parameter in make_model("resnet18", 10).parameters())
+    assert sum(parameter.numel() for parameter in model.parameters()) > plain
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
