@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.compare import tasks
-from benchmarks.compare.execute import execute
+from benchmarks.compare.execute import execute, most_seconds
 from benchmarks.compare.ledger import Ledger
 from benchmarks.compare.methods import METHODS
 from benchmarks.compare.spec import Spec
@@ -162,3 +162,9 @@ def test_a_text_of_the_user_is_what_is_trained_on(monkeypatch, tmp_path):
     assert torch.equal((inputs + 1) % 256, targets)
     assert task.make_model()(inputs).shape == (8, text.WINDOW_BYTES, 256)
     text._text.cache_clear()
+
+
+def test_no_run_of_the_plan_meets_its_time_limit_on_a_machine_as_fast_as_expected():
+    for stage in full():
+        spec = Spec(stage.task, "sgd", stage.workers, 0, stage.samples, 0.1, 0.0, FORMS["dense"], pace=stage.pace)
+        assert most_seconds(spec) >= 10 * spec.expected_seconds
