@@ -32,7 +32,7 @@ class Budget:
             raise ConfigurationError("a Budget has one of share=, bytes_per_second= and seconds_per_step=")
         (name, value) = given.popitem()
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ConfigurationError(f"{name} of a budget must be a number above 0, not {value!r}")
+            raise ConfigurationError(f"{name} of a budget must be an int or a float above 0, not {value!r}")
         if self.share is not None and self.share > 1:
             raise ConfigurationError(
                 f"share of a budget must be at most 1, all bytes of a dense push, not {value!r}; bytes are "

@@ -174,7 +174,7 @@ def _outer(sparse: bool) -> Callable[[Setup], Made]:
         inner = torch.optim.SGD(setup.model.parameters(), setup.rate, setup.momentum)
         optimizer = psclient.Outer(
             inner,
-            DILOCO,
+            None if sparse else DILOCO,
             sync_every=OUTER_PERIOD,
             **(setup.size if sparse else {}),
             rounds=psclient.Rounds(),
@@ -197,6 +197,7 @@ def in_groups(tau: int) -> Callable[[Setup], Made]:
 
 
 DILOCO = ("SGD", {"lr": 0.7, "momentum": 0.9, "nesterov": True})
+"""Of dense pushes; sparse ones have no momentum beside their residuals, as SparseLoCo has it."""
 
 OUTER_PERIOD = 8
 """Local steps between two pushes; the numbers of steps of a run are multiples of it."""

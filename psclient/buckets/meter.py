@@ -14,6 +14,7 @@ from psclient.buckets.trace import PushTiming, Trace
 
 _REMEMBERED = 15  # observations of which the median counts
 _REST_SECONDS = 0.02  # after which a link is not busy with a message before
+_TELLING_BYTES = 1 << 16
 _GAIN = 0.15  # of a new observation in a moving average
 _CLIP = 4.0  # times the usual error; a sample that is further off counts as if it were no further
 _TRUSTED = 8  # samples until the usual error is known
@@ -110,7 +111,8 @@ class CostMeter:
 
         A message that left before the one in front of it was there has waited for it: the time between the two arrivals
         is its ``message + byte·bytes``. One that left when the link had long come to rest met the same start-up as the
-        first: it shows ``byte·bytes`` alone. Between the two, it may have waited or not, and nothing is learnt.
+        first: it shows ``byte·bytes`` alone, where its bytes are others by enough to stand out from a machine's noise.
+        Between the two, it may have waited or not, and nothing is learnt.
         """
         before, rest = 0.0, max(_REST_SECONDS, 2 * self.costs.message)
         run = _Run(self._sending)
@@ -124,8 +126,9 @@ class CostMeter:
                 run.add(1.0, nbytes, arrived - before)
             else:
                 run.end()
-                if left - before > rest:
-                    self._sending.observe((0.0, nbytes - timing.first_bytes), arrived - left)
+                more = nbytes - timing.first_bytes
+                if left - before > rest and abs(more) >= _TELLING_BYTES:
+                    self._sending.observe((0.0, more), arrived - left)
             before = max(before, arrived)
         run.end()
 

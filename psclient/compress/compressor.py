@@ -1,7 +1,6 @@
 """From gradients to entries to send, and back: the residuals get what did not arrive."""
 
 from collections.abc import Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -208,22 +207,16 @@ class Compressor:
             sent.append(rows.held(Row(position, self._model.layout.span(position), recurrence, 1.0), self.memories))
         return sent
 
-    @contextmanager
-    def without_unsent(self) -> Iterator[None]:
-        """Take off the parameters what their residuals would send; afterwards they have the bits that they had."""
-        saved, numbers = [], self._groups.numbers_of(self._model.parameters)
-        try:
-            for parameter, number in zip(self._model.parameters, numbers.tolist(), strict=True):
-                residual = self.memories.states.get(parameter, {}).get("residual")
-                if number >= 0 and residual is not None:
-                    memory = parameter.data  # its writes are not the user's
-                    saved.append((memory, memory.clone()))
-                    unit = self._method.recurrence(self._groups.values(number)).unit
-                    memory.sub_(residual.reshape(memory.shape), alpha=unit)
-            yield
-        finally:
-            for memory, values in saved:
-                memory.copy_(values)
+    def take_off_unsent(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Take off the parameters what their residuals would send; yields each one, and its values, before it is."""
+        numbers = self._groups.numbers_of(self._model.parameters)
+        for parameter, number in zip(self._model.parameters, numbers.tolist(), strict=True):
+            residual = self.memories.states.get(parameter, {}).get("residual")
+            if number >= 0 and residual is not None:
+                memory = parameter.data  # its writes are not the user's
+                yield memory, memory.clone()
+                unit = self._method.recurrence(self._groups.values(number)).unit
+                memory.sub_(residual.reshape(memory.shape), alpha=unit)
 
     def restore(self, slices: Iterable[SparseSlice]) -> None:
         """Add entries that did not arrive to the residuals again, each times its tensor's share."""

@@ -95,6 +95,7 @@ class Worker:
         layer_density: LayerDensity | None,
     ) -> None:
         self._name, self._is_ahead = client_settings.worker_name(settings), False
+        self._before_ahead: list[tuple[torch.Tensor, torch.Tensor]] = []  # and values
         self._devices = devices_of(model.parameters)
         self._own_server = start_alone() if settings.server == client_settings.LOCAL else None
         self.server = settings.server if self._own_server is None else self._own_server.server
@@ -165,12 +166,27 @@ class Worker:
     def looking_ahead(self) -> Iterator[None]:
         """Refuse all work in the body, where the parameters lack what the residuals would send."""
         self.require_open()
-        self._is_ahead = True
         try:
-            with self.compressor.without_unsent():
-                yield
+            self.always(self._look_ahead)
+            self._is_ahead = True
+            yield
         finally:
-            self._is_ahead = False
+            self.end_lookahead()
+
+    def end_lookahead(self) -> None:
+        """Give the parameters the bits that they had before the body, if one has begun."""
+        self._is_ahead = False
+        self.always(self._look_back)
+
+    def _look_ahead(self) -> None:
+        for each in self.compressor.take_off_unsent():
+            self._before_ahead.append(each)
+
+    def _look_back(self) -> None:
+        while self._before_ahead:
+            memory, values = self._before_ahead[-1]
+            memory.copy_(values)
+            self._before_ahead.pop()
 
     def run(self, work: Callable[[], Result]) -> Result:
         """Do work that needs a worker that has joined and not left."""
@@ -187,6 +203,8 @@ class Worker:
 
         def body() -> Result:
             with torch.no_grad(), entered(streams):
+                if not self._is_ahead:
+                    self._look_back()  # what an interrupt has left
                 return work()
 
         if not self.lifecycle.alive:

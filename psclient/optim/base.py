@@ -311,13 +311,15 @@ class ParameterServerOptimizer(Optimizer, ABC):
     def lookahead(self) -> AbstractContextManager[None]:
         """Run forward and backward passes where the model will be once this worker's residuals arrive.
 
-        Wrap them, and not :meth:`step`. For sparse pushes (docs/which-method.md). Costs a copy of the parameters, which
-        have the same bits again after the body.
+        Wrap both, and not :meth:`step`: after the body the parameters have the same bits again, so that ``backward()``
+        would be wrong. For sparse pushes (docs/which-method.md). Costs a copy of the parameters.
 
         Raises:
-            ConfigurationError: with ``overlap=True`` or ``rounds=``, or where the server does not subtract pushes.
+            ConfigurationError: with ``overlap=True`` or ``rounds=``, for a method that sends every entry, or where the
+                server does not subtract pushes.
         """
-        if self._stepper.overlap is not None or self._rounds is not None or "update" in self.agreed_settings():
+        means_nothing = self.sends_all or "update" in self.agreed_settings()
+        if self._stepper.overlap is not None or self._rounds is not None or means_nothing:
             raise ConfigurationError("lookahead() is for DGS, DGC and GradientDropping, without overlap= and rounds=")
         return self._worker.looking_ahead()
 
@@ -330,7 +332,11 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._worker.run(self._steps.flush)
 
     def flush_on_exit(self) -> None:
-        """Push the rest before this worker leaves or waits for others: by :meth:`flush`, or the local steps."""
+        """Push the rest before this worker leaves or waits for others: by :meth:`flush`, or the local steps.
+
+        Inside the body of :meth:`lookahead` it ends the lookahead first.
+        """
+        self._worker.end_lookahead()
         self._worker.run(self._steps.flush_on_exit)
 
     def pull(self) -> None:

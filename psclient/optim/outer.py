@@ -21,8 +21,8 @@ _DELAYED = "DelayedNesterov"
 class Outer(LocalOptimizer):
     """Outer: ``H`` steps on this machine, then the difference goes to the server, whose own optimizer takes a step.
 
-    DiLoCo (Douillard et al., 2023; arXiv 2311.08105), and with a density below 1 SparseLoCo (arXiv 2508.15706). Per
-    tensor, every ``H`` steps::
+    DiLoCo (Douillard et al., 2023; arXiv 2311.08105), and with a density below 1 SparseLoCo (arXiv 2508.15706), whose
+    outer optimizer has no momentum: ``outer_optimizer=None``. Per tensor, every ``H`` steps::
 
         Δ = θ_start − θ_local                       # the way of the inner optimizer, as a descent direction
         e = β·e + Δ
@@ -76,7 +76,7 @@ class Outer(LocalOptimizer):
         optimizer, options = _described(outer_optimizer)
         if not isinstance(sync_every, int) or sync_every < 1:
             raise ConfigurationError(f"sync_every must be a number of local steps, at least 1, not {sync_every!r}")
-        if not 0 <= decay <= 1:
+        if not isinstance(decay, int | float) or not 0 <= decay <= 1:
             raise ConfigurationError(f"decay must be from 0 to 1, not {decay!r}")
         averages, is_delayed = connection.get("rounds") is not None, optimizer == _DELAYED
         if is_delayed and (averages or options.keys() != {"lr", "momentum", "every"}):

@@ -33,7 +33,7 @@ from psservice.model.update.base import (
 from psservice.model.update.optimizer_settings import TorchSettings, bad
 
 _LEAST_FACTOR = 2.0**-20  # below it V is multiplied by the factor, and the next factor is 1
-_LEAST_ALPHA, _LEAST_EPS = 0.5, 1e-30
+_LEAST_ALPHA, _LEAST_EPS, _LARGEST_EPS = 0.5, 1e-30, 1e30
 _DEFAULTS: Mapping[str, Any] = {"alpha": 0.99, "eps": 1e-8}
 _LARGEST_GRADIENT = np.float32(1e15)  # its square over the least factor is finite
 _LARGEST_PARAMETER = np.float32(1e30)  # a step does not take it out of fp32's range
@@ -49,8 +49,8 @@ def settings_of(method_settings: Mapping[str, str]) -> TorchSettings:
         raise bad("a group of the rule rmsprop has a rate of its own, and nothing else")
     if not _LEAST_ALPHA <= options["alpha"] < 1:
         raise bad(f"alpha of the rule rmsprop must be from {_LEAST_ALPHA} to below 1, not {options['alpha']!r}")
-    if not options["eps"] >= _LEAST_EPS:
-        raise bad(f"eps of the rule rmsprop must be at least {_LEAST_EPS:g}, not {options['eps']!r}")
+    if not _LEAST_EPS <= options["eps"] <= _LARGEST_EPS:
+        raise bad(f"eps of the rule rmsprop must be from {_LEAST_EPS:g} to {_LARGEST_EPS:g}, not {options['eps']!r}")
     return settings
 
 

@@ -47,8 +47,8 @@ def make(method=psclient.DGS, **options):
         ({"lr": float("inf")}, "lr must be"),
         ({"weight_decay": float("inf")}, "weight_decay must be"),
         ({"overlap": "yes"}, "overlap= must be True or False"),
-        ({"budget": 0}, "share of a budget must be a number above 0"),
-        ({"budget": float("nan")}, "share of a budget must be a number above 0"),
+        ({"budget": 0}, "share of a budget must be an int or a float above 0"),
+        ({"budget": float("nan")}, "share of a budget must be an int or a float above 0"),
         ({"budget": 3}, r"Budget\(bytes_per_second=…\)"),
         ({"budget": True}, "budget= must be a share"),
         ({"budget": 0.03, "density": 0.01}, "density= and budget= exclude each other"),
@@ -77,6 +77,8 @@ def test_an_argument_of_another_kind_is_named_with_what_is_wanted(options, wante
         lambda: psclient.download(50051),
         lambda: LocalServer(shards=0),
         lambda: LocalServer(shards="2"),
+        lambda: psclient.Outer(torch.optim.SGD(make_model().parameters(), lr=0.1), sync_every=2, decay="x"),
+        lambda: psclient.Outer(torch.optim.SGD(make_model().parameters(), lr=0.1), sync_every=2, decay=None),
     ],
 )
 def test_other_calls_too(call):

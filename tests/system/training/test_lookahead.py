@@ -1,5 +1,7 @@
 """``lookahead()``: gradients where the model will be once this worker's residuals arrive."""
 
+import signal
+
 import pytest
 import torch
 
@@ -81,6 +83,7 @@ def test_calls_that_change_the_parameters_come_after_the_body(call):
         (psclient.DGS, {"overlap": True}),
         (psclient.GradientDropping, {"rounds": psclient.Rounds()}),
         (psclient.ServerRMSprop, {}),
+        (psclient.ASGD, {}),
     ],
 )
 def test_where_it_means_nothing_it_is_refused(kind, options):
@@ -90,3 +93,53 @@ def test_where_it_means_nothing_it_is_refused(kind, options):
         pytest.raises(ConfigurationError, match=r"lookahead\(\) is for DGS, DGC and GradientDropping"),
     ):
         optimizer.lookahead()
+
+
+def test_an_interrupt_while_the_parameters_are_put_back_leaves_none_behind(monkeypatch):
+    model = torch.nn.Sequential(*(torch.nn.Linear(30, 30) for _ in range(6)))
+    with psclient.GradientDropping(
+        model.parameters(), lr=0.1, density=0.01, model=model, settings=SETTINGS
+    ) as optimizer:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 30)).sum().backward()
+            optimizer.step()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        copy, done = torch.Tensor.copy_, []
+
+        def interrupted(self, *given):
+            done.append(self)
+            if len(done) == 3:
+                signal.raise_signal(signal.SIGINT)
+            return copy(self, *given)
+
+        def interrupt():
+            with optimizer.lookahead():
+                monkeypatch.setattr(torch.Tensor, "copy_", interrupted)
+
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
+        optimizer.pull()
+        assert len(done) >= 12
+        assert all(map(torch.equal, model.parameters(), before))
+        state = psclient.download(optimizer.server)
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_a_worker_that_is_terminated_in_the_body_pushes_its_residual():
+    model = torch.nn.Linear(30, 30, bias=False)
+    old = model.weight.detach().clone()
+    with psclient.LocalServer() as server:
+        optimizer = psclient.GradientDropping(
+            model.parameters(), lr=0.1, density=0.01, model=model, server=server, settings=SETTINGS
+        )
+        model(torch.ones(1, 30)).sum().backward()
+        optimizer.step()
+
+        def terminated():
+            with optimizer.lookahead():
+                signal.raise_signal(signal.SIGTERM)
+
+        with pytest.raises(SystemExit):
+            terminated()
+        assert (psclient.download(server.server)["weight"] != old).all()

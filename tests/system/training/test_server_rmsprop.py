@@ -76,7 +76,7 @@ def test_workers_agree_on_alpha_and_not_on_the_rate_of_now():
         train_step(mine, rmsprop(mine, server=server, worker="second"), *make_data())
 
 
-@pytest.mark.parametrize("options", [{"alpha": 1.0}, {"alpha": 0.1}, {"eps": 0.0}])
+@pytest.mark.parametrize("options", [{"alpha": 1.0}, {"alpha": 0.1}, {"eps": 0.0}, {"eps": 1e300}])
 def test_what_the_rule_cannot_do_is_refused_by_name(options):
     with pytest.raises(RefusedError, match=next(iter(options))):
         rmsprop(model(), **options)
