@@ -6,6 +6,7 @@ group in the same process, and nothing is read from a checkpoint. torchrun would
 
 import gc
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -24,7 +25,8 @@ from benchmarks.rivals.contenders import CONTENDERS, DENSE_STEPS, INNERS, LEAST_
 from benchmarks.rivals.worker import Job, Loop
 
 _BUCKET_MB = 1000  # one bucket: with more of them PowerSGD does not end over gloo
-_MOST_SECONDS = 300.0
+_MOST_SECONDS = 120.0
+_CALLBACK_SECONDS = 0.1
 _ALL, _SURVIVORS, _ALL_AGAIN = range(3)  # the groups, in their order
 
 
@@ -103,8 +105,11 @@ class _Group:
         job, contender = self._loop.job, CONTENDERS[self._loop.job.contender]
         self.model = self._loop.model
         if dist.is_initialized():
+            before = [dist.distributed_c10d._get_default_group()]
             dist.destroy_process_group()
-        gc.collect()  # what was wrapped before keeps connections open, on which others wait
+            gc.collect()  # what was wrapped before keeps connections open, on which others wait
+            time.sleep(_CALLBACK_SECONDS)  # torch aborts where the last reference goes in a thread of the group's own
+            before.clear()
         dist.init_process_group(
             "gloo",
             init_method=f"{self._folder}/{number}",
