@@ -37,7 +37,9 @@ def _tables(campaign: Campaign, targets: Sequence[float]) -> list[Table]:
         tables.append(Table(title, ("network, workers", *titles), rows))
     rows = []
     for key in keys:
-        up, down = mean_bytes([each for (_, own), each in campaign.measured.items() if own == key])
+        found = {cell: each for (cell, own), each in campaign.measured.items() if own == key}
+        usual = [each for cell, each in found.items() if cell.scenario != "lost"]  # without first steps and copies
+        up, down = mean_bytes(usual or list(found.values()))
         finals = {workers: loss for (workers, own), loss in campaign.finals.items() if own == key}
         chosen = [campaign.chosen.get((workers, CONTENDERS[key].tuned_as or key)) for workers in finals]
         rows.append(
