@@ -14,7 +14,7 @@ from benchmarks.compare.progress import Progress
 from benchmarks.compare.tasks import TASKS
 from benchmarks.evidence import curves, fetch, report
 from benchmarks.evidence.evidence import Evidence
-from benchmarks.evidence.stages import FORMS, QUICK, SAMPLES, Entrant, Stage, full
+from benchmarks.evidence.stages import FORMS, QUICK, SAMPLES, WORKERS, Entrant, Stage, full
 from benchmarks.harness import machine
 from benchmarks.report import guide
 from verify.cluster.servers import end_on_sigterm
@@ -23,7 +23,11 @@ from verify.cluster.servers import end_on_sigterm
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what is not done yet, and report after each stage; 0 where nothing failed."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(given)
+    parser = _parser()
+    options = parser.parse_args(given)
+    for name, path in (("--page", options.page), ("--text", options.text)):
+        if path is not None and not path.is_file():
+            parser.error(f"{name}: there is no file {path}")
     end_on_sigterm()  # as Ctrl-C does: what was started is stopped
     facts = machine.describe(given) | {"command": f"python -m benchmarks.evidence {shlex.join(given)}"}
     stages = _stages(options)
@@ -90,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tasks", nargs="+", choices=SAMPLES, metavar="TASK", help=", ".join(SAMPLES))
     parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD", help=", ".join(METHODS))
     parser.add_argument("--forms", nargs="+", choices=FORMS, metavar="FORM", help="; ".join(FORMS).replace("%", "%%"))
-    parser.add_argument("--workers", nargs="+", type=int, metavar="N", help="numbers of workers")
+    parser.add_argument("--workers", nargs="+", type=int, choices=WORKERS, metavar="N", help="numbers of workers")
     parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="seeds of the runs that count")
     parser.add_argument("--rates-only", action="store_true", help="search no momentum")
     parser.add_argument(

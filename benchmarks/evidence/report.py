@@ -112,6 +112,7 @@ def _notes(evidence: Evidence) -> list[str]:
             f"batches of {TASKS[task].batch_size}. {TASKS[task].source()}"
             for task in tasks
         ),
+        f"Answers are of the rows with at most {_MOST_SHARE:.0%} of the bytes each way.",
         *(f"No rate was searched: it is {rate:g} for all." for rate in given),
         *(
             "Rates are searched alike for every method, form and number of workers, by runs of full length with "

@@ -95,6 +95,8 @@ class Stage:
         )
 
 
+WORKERS = (8, 4, 16, 1)
+
 SAMPLES = {"text-tiny": 8192, "fashion-tiny": 55_000, "text": 81_920, "fashion": 1_100_000}
 """The two long ones: 20 passes over Fashion-MNIST, and 10,240 pushes."""
 
@@ -114,6 +116,6 @@ def full() -> Iterator[Stage]:
             ("fashion", False),
             ("text", False),
         ):
-            for workers in (8, 4, 16, 1):
+            for workers in WORKERS:
                 alone = _entrants("sgd", "dense") if workers == 1 and entrants is MAIN else ()
                 yield Stage(task, workers, (*alone, *entrants), SAMPLES[task], simulated, momenta=task.endswith("tiny"))

@@ -17,7 +17,7 @@ from benchmarks.network import lab
 from benchmarks.report import guide
 from benchmarks.rivals import report
 from benchmarks.rivals.campaign import Campaign
-from benchmarks.rivals.cells import LINES, SCENARIOS, TASK, cells, train
+from benchmarks.rivals.cells import LINES, PACES, SCENARIOS, TASK, cells, train
 from verify.cluster.servers import end_on_sigterm
 
 _UNAVAILABLE = 77
@@ -28,7 +28,10 @@ _TARGETS, _QUICK_TARGETS = (2.3, 2.2, 2.1), (3.2,)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what the journal lacks, and report after each cell; 0 where nothing failed, 77 without namespaces."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(given)
+    parser = _parser()
+    options = parser.parse_args(given)
+    if options.page is not None and not options.page.is_file():
+        parser.error(f"--page: there is no file {options.page}")
     reason = None if options.report else lab.unavailable()
     if reason:
         print(f"benchmarks.rivals: {reason}", file=sys.stderr)
@@ -68,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rivals", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one cell with short runs, in minutes")
-    parser.add_argument("--workers", nargs="+", type=int, metavar="N", help="numbers of workers")
+    parser.add_argument("--workers", nargs="+", type=int, choices=PACES, metavar="N", help="numbers of workers: 4, 8")
     lines = [f"{mbits}/{delay_ms}" for mbits, delay_ms in LINES]
     parser.add_argument("--lines", nargs="+", choices=lines, metavar="MBITS/MS", help=f"networks: {', '.join(lines)}")
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, metavar="NAME", help=", ".join(SCENARIOS))

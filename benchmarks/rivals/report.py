@@ -51,7 +51,9 @@ def _tables(campaign: Campaign, targets: Sequence[float]) -> list[Table]:
                 ", ".join(f"{inner} {rate:g}".strip() for inner, rate in (each for each in chosen if each)),
             )
         )
-    heads = ("", "kB up a step", "kB down", "test loss at the end", "optimizer and rate")
+    if not rows:
+        return tables
+    heads = ("", "kB up a step", "kB down", "test loss at the end, without a network", "optimizer and rate")
     return [*tables, Table("Bytes of each worker's card, headers included, and what was reached", heads, rows)]
 
 
@@ -92,6 +94,7 @@ def _notes(campaign: Campaign, cells: Sequence[Cell]) -> list[str]:
         f"Task {TASK}, {campaign.samples:,} samples of all workers together, one seed. A step lasts {paces} workers at "
         f"least; where one worker is slower, {SLOWNESS:g} times as long there."
         + (f" Measured on loopback, DDP: {free}." if free else ""),
+        *("Nothing is measured yet: run the command without --report." for _ in range(not done)),
         "–: not reached. Empty: not run.",
         "Rates are searched alike, at full length and without a network, with another seed on other data; so is the "
         "optimizer of the rivals, with DDP's whole gradients.",
