@@ -311,15 +311,13 @@ class ParameterServerOptimizer(Optimizer, ABC):
     def lookahead(self) -> AbstractContextManager[None]:
         """Run forward and backward passes where the model will be once this worker's residuals arrive.
 
-        Wrap both, and not :meth:`step`: after the body the parameters have the same bits again, so that ``backward()``
-        would be wrong. For sparse pushes (docs/which-method.md). Costs a copy of the parameters.
+        Wrap both, and not :meth:`step`: after the body the parameters have their bits again. Costs a copy of them.
 
         Raises:
-            ConfigurationError: with ``overlap=True`` or ``rounds=``, for a method that sends every entry, or where the
-                server does not subtract pushes.
+            ConfigurationError: with ``overlap=True`` or ``rounds=``, or for a method that it is not for.
         """
-        means_nothing = self.sends_all or "update" in self.agreed_settings()
-        if self._stepper.overlap is not None or self._rounds is not None or means_nothing:
+        unfit = self.sends_all or "update" in self.agreed_settings() or self._rounds is not None
+        if unfit or self._stepper.overlap is not None:
             raise ConfigurationError("lookahead() is for DGS, DGC and GradientDropping, without overlap= and rounds=")
         return self._worker.looking_ahead()
 
@@ -332,10 +330,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._worker.run(self._steps.flush)
 
     def flush_on_exit(self) -> None:
-        """Push the rest before this worker leaves or waits for others: by :meth:`flush`, or the local steps.
-
-        Inside the body of :meth:`lookahead` it ends the lookahead first.
-        """
+        """End a lookahead; push the rest before this worker leaves or waits: by :meth:`flush`, or the local steps."""
         self._worker.end_lookahead()
         self._worker.run(self._steps.flush_on_exit)
 
