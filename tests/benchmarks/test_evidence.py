@@ -17,6 +17,8 @@ from benchmarks.evidence.stages import ASGD, FORMS, MAIN, QUICK, Entrant, Stage,
 from benchmarks.harness import machine
 from tests.benchmarks.compare.compare_makers import Silent, outcome
 
+pytestmark = pytest.mark.timeout(400)  # the first run of a machine compiles all loops before it forks
+
 BUDGET = Entrant("rmsprop", "3 % of bytes")
 DROPPING = Entrant("gradient_dropping", "1 %")
 SIMULATED = Stage("text-tiny", 4, (ASGD, BUDGET.twin, BUDGET, DROPPING), 256, simulated=True)

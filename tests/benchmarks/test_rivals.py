@@ -17,6 +17,8 @@ from benchmarks.rivals.synchronous import batches_before
 from benchmarks.rivals.worker import Told
 from tests.benchmarks.compare.compare_makers import Silent
 
+pytestmark = pytest.mark.timeout(400)  # the first run of a machine compiles all loops before it forks
+
 CELL = Cell(100, 0, "equal", 4)
 
 

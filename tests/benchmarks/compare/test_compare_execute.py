@@ -6,6 +6,8 @@ from benchmarks.compare.execute import execute
 from benchmarks.compare.spec import Form, Spec
 from benchmarks.compare.worker import decay
 
+pytestmark = pytest.mark.timeout(400)  # the first run of a machine compiles all loops before it forks
+
 
 @pytest.mark.parametrize(("method", "workers"), [("sgd", 1), ("dgs", 2)])
 def test_a_run_trains_and_counts(method, workers):
