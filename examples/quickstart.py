@@ -38,7 +38,7 @@ MOST_BYTES = 0.05  # of DGS, as a share of ASGD's
 BATCH_SIZE = 32
 SERVER_SETTINGS = {"device": "cpu", "buffer_period_steps": 5}  # an epoch has 11 steps: too few for the default of 20
 SILENCE_SECONDS = 120.0  # a worker that says nothing for so long is taken for dead
-COMPILING_SECONDS = 480.0  # that its first step may take more: all workers compile loops, once a machine
+FIRST_SECONDS = 600.0  # the same, until its first step is made: all workers compile loops, once a machine
 
 Workers = dict[Connection, multiprocessing.process.BaseProcess]
 
@@ -80,7 +80,7 @@ def news(workers: Workers, server: psclient.LocalServer) -> Iterator[tuple[int, 
         RunFailedError: the server or a worker ended, or a worker went silent.
     """
     waiting = {pipe: (index, process) for index, (pipe, process) in enumerate(workers.items())}
-    heard = dict.fromkeys(waiting, time.monotonic() + COMPILING_SECONDS)
+    deadlines = dict.fromkeys(waiting, time.monotonic() + FIRST_SECONDS)
     while waiting:
         ready = [pipe for pipe in wait(list(waiting), timeout=0.2) if isinstance(pipe, Connection)]
         status = server.processes[0].poll()
@@ -93,7 +93,7 @@ def news(workers: Workers, server: psclient.LocalServer) -> Iterator[tuple[int, 
             except EOFError:
                 process.join(5.0)
                 raise RunFailedError(f"{process.name} ended early, with status {process.exitcode}") from None
-            heard[pipe] = time.monotonic()
+            deadlines[pipe] = time.monotonic() + SILENCE_SECONDS
             if isinstance(message, Progress):
                 yield index, message
             elif isinstance(message, Done):
@@ -101,10 +101,10 @@ def news(workers: Workers, server: psclient.LocalServer) -> Iterator[tuple[int, 
             else:
                 raise RunFailedError(f"{process.name} failed:\n{message.rstrip()}")
         for pipe, (_, process) in waiting.items():
-            if time.monotonic() - heard[pipe] > SILENCE_SECONDS:
+            if time.monotonic() > deadlines[pipe]:
                 raise RunFailedError(
-                    f"{process.name} has said nothing for {SILENCE_SECONDS:.0f} s; where other programs have the "
-                    "machine's cores, try again later"
+                    f"{process.name} has said nothing for minutes; where other programs have the machine's cores, try "
+                    "again later"
                 )
 
 

@@ -14,7 +14,7 @@ from psclient.buckets.trace import PushTiming, Trace
 
 _REMEMBERED = 15  # observations of which the median counts
 _REST_SECONDS = 0.02  # after which a link is not busy with a message before
-_TELLING_BYTES = 1 << 16
+_TELLING_BYTES = 1 << 16  # whose time on a slow link stands out from the noise of a busy machine
 _GAIN = 0.15  # of a new observation in a moving average
 _CLIP = 4.0  # times the usual error; a sample that is further off counts as if it were no further
 _TRUSTED = 8  # samples until the usual error is known
@@ -74,9 +74,7 @@ class CostMeter:
             self._learn_sending(timing)
             self._together = float(timing.together_bytes)
         costs = self.costs
-        last = max(
-            timing.opened + costs.message + costs.byte * timing.first_bytes + max(timing.arrived) for timing in timings
-        )
+        last = max(timing.header_arrival(costs) + max(timing.arrived) for timing in timings)
         self._tails.append(trace.answered - last)
         self.traces += 1
 

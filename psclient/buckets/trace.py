@@ -29,6 +29,10 @@ class PushTiming:
         self.opened = 0.0
         self.arrived: list[float] = []
 
+    def header_arrival(self, costs: Costs) -> float:
+        """Return when the header's message was at the server by these costs, :func:`time.perf_counter`."""
+        return self.opened + costs.message + costs.byte * self.first_bytes
+
     @property
     def first_bytes(self) -> int:
         """Bytes of the groups that were in the message of the header."""
@@ -96,8 +100,7 @@ class Trace:
         for places, timing in self.shards:
             for number, place in places.items():
                 if timing.left[place] >= 0:
-                    header_there = timing.opened + costs.message + costs.byte * timing.first_bytes
-                    arrived[number] = max(arrived[number], header_there + timing.arrived[place])
+                    arrived[number] = max(arrived[number], timing.header_arrival(costs) + timing.arrived[place])
         first = self.first_gradient
         moments = ((self.group_ready(number), self.done[number], arrived[number]) for number in range(len(self.groups)))
         return [Timeline(*(max(0.0, moment - first) for moment in each)) for each in moments]

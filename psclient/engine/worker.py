@@ -95,7 +95,7 @@ class Worker:
         layer_density: LayerDensity | None,
     ) -> None:
         self._name, self._is_ahead = client_settings.worker_name(settings), False
-        self._before_ahead: list[tuple[torch.Tensor, torch.Tensor]] = []  # and values
+        self._before_ahead: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, each with its own values
         self._devices = devices_of(model.parameters)
         self._own_server = start_alone() if settings.server == client_settings.LOCAL else None
         self.server = settings.server if self._own_server is None else self._own_server.server
