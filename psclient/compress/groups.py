@@ -105,6 +105,11 @@ class ParamGroups:
             if number not in self._own_density:
                 group["density"] = density
 
+    @property
+    def send_all(self) -> bool:
+        """Whether the next push has every entry of every group."""
+        return all(group["density"] >= 1 for group in self.all)
+
     def warn_of_momentum(self, workers: int) -> None:
         """Warn, once, where the momentum of several workers is above that of the DGS paper's runs.
 

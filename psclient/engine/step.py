@@ -343,10 +343,12 @@ class Stepper:
         return self._open(self._counted(None), rates)
 
     def _ready(self) -> Rates:
-        """Set the density of the next step, and return its learning rates."""
+        """Set the density of the next step, tell the shards if that is 1, and return the step's learning rates."""
         rates = self._rates()
         if self._schedule is not None:
             self._groups.set_density(self._schedule(self._push_pull.step + 1))
+        for shard in self._cluster.shards:
+            shard.pushes_all = self._groups.send_all
         return rates
 
     def _counted(self, samples: int | None) -> int:

@@ -78,6 +78,7 @@ class ShardClient:
         outgoing: the push or upload that is under way.
         sent_model: generation and version of an upload that is not answered.
         timing: when the groups of the last push left and arrived, for measuring the link.
+        pushes_all: whether the pushes have every entry, and no budget has chosen another form of replies.
     """
 
     def __init__(self, connection: Connection, index: int, span: Span, settings: ClientSettings) -> None:
@@ -96,6 +97,7 @@ class ShardClient:
         self._asked: _Asked | None = None
         self._pull_trace: TraceSpan | None = None  # of the pull that is asked for
         self.sent_model: tuple[int, int] | None = None
+        self.pushes_all = False
         self._reply_form: Fit | None = None  # none: the server's settings
         codec = INDEX_CODECS.get(settings.index_codec)  # none: "auto"
         self._form = frames.WireForm(VALUE_CODECS[settings.value_type], codec)
@@ -319,6 +321,7 @@ class ShardClient:
             base_version=self.version if self.has_base else 0,
             acknowledged_reply=self.acknowledged_reply,
             image=self.replica_is_image,
+            pushes_all=self.pushes_all and self._reply_form is None,
         )
         if self._partial is not None and (self.has_base or self._partial.generation != self.generation):
             self._partial = None

@@ -47,6 +47,7 @@ class PullRequest:
         acknowledged: number of the last reply that the worker has applied.
         base_end: index from which on the worker has nothing; 0 where it has all of ``base_version``.
         density: of a top-k reply, 0 for the server's; ``value``: the codec of its values then.
+        pushes_all: whether the worker's pushes have every entry.
     """
 
     base_version: int | None = None
@@ -56,6 +57,7 @@ class PullRequest:
     link_bytes_per_second: float = 0.0
     density: float = 0.0
     value: int = 0
+    pushes_all: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +183,7 @@ class ReplyMaker:
         if shared.is_dense and base is not None and self._is_of_pushes(base):
             density = 1.0
         image = None
-        if session.rule.wants_topk(density, in_topk=False, limit=self.topk.limit):
+        if self._wants_topk(density, in_topk=False):
 
             def rounded() -> torch.Tensor:
                 nonlocal shared
@@ -208,11 +210,14 @@ class ReplyMaker:
         # An upper bound on the union is enough for the rule here, and costs nothing.
         most = most_changed(self.model.changelog.since(base), self.model.span.length)
         density = None if most is None else most / self.model.span.length
-        wants_topk = self.session.rule.wants_topk(density, in_topk=True, limit=self.topk.limit)
-        make = self._topk if wants_topk and self._has_room(image) else self._closing
+        make = self._topk if self._wants_topk(density, in_topk=True) and self._has_room(image) else self._closing
         pending = make(image, 1.0 if density is None else density)
         self.session.pending = pending
         return pending.reply
+
+    def _wants_topk(self, changed_density: float | None, *, in_topk: bool) -> bool:
+        rule, pushes_all = self.session.rule, self.request.pushes_all
+        return rule.wants_topk(changed_density, in_topk, self.topk.limit, pushes_all=pushes_all)
 
     def _has_room(self, image: torch.Tensor) -> bool:
         """Tell whether an image has room for what this reply keeps until it is acknowledged, or find that room."""

@@ -17,8 +17,13 @@ class ReplyRule:
     limit: float = 0.0
     _calm: int = field(default=0, init=False)
 
-    def wants_topk(self, changed_density: float | None, in_topk: bool, limit: float | None = None) -> bool:
+    def wants_topk(
+        self, changed_density: float | None, in_topk: bool, limit: float | None = None, *, pushes_all: bool = False
+    ) -> bool:
         """Tell whether the next replies should be top-k; ``limit`` replaces the rule's own.
+
+        A worker that ``pushes_all`` entries is answered exactly by ``auto``: a top-k reply would hold back most of what
+        the worker itself has just sent.
 
         ``changed_density`` is ``None`` where a dense reply is due anyway (no base, dense pushes, a restart): by itself
         no reason for top-k replies, but one where a worker counts bytes.
@@ -29,6 +34,8 @@ class ReplyRule:
             changed_density = 1.0
         if self.mode != "auto":
             return self.mode == "topk"
+        if pushes_all:
+            return False
         if changed_density is None:
             return in_topk
         if not in_topk:

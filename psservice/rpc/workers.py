@@ -233,6 +233,7 @@ class WorkerCalls:
                 link_bytes_per_second=request.link_bytes_per_second,
                 density=request.density,
                 value=request.value_codec,
+                pushes_all=request.pushes_all,
             )
             reply = pull(shard, member, request.generation, asked, reservation.add)
             self._finish(call)

@@ -100,7 +100,7 @@ class Rule:
     topk: bool = False
     seen: list = field(default_factory=list)
 
-    def wants_topk(self, changed_density, in_topk, limit=None):
+    def wants_topk(self, changed_density, in_topk, limit=None, *, pushes_all=False):
         self.seen.append(changed_density)
         return self.topk
 

@@ -1596,6 +1596,7 @@ class PullDiffRequest(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     DENSITY_FIELD_NUMBER: _builtins.int
     VALUE_CODEC_FIELD_NUMBER: _builtins.int
+    PUSHES_ALL_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Generation of the replica."""
     has_base: _builtins.bool
@@ -1628,6 +1629,10 @@ class PullDiffRequest(_message.Message):
     """
     value_codec: Global___ValueCodec.ValueType
     """With density: the value codec of a top-k reply."""
+    pushes_all: _builtins.bool
+    """True if the worker pushes every entry of its gradients. A server that chooses the form of replies itself then
+    answers exactly.
+    """
     @_builtins.property
     def identity(self) -> Global___WorkerIdentity:
         """Who pulls."""
@@ -1647,10 +1652,11 @@ class PullDiffRequest(_message.Message):
         traceparent: _builtins.str = ...,
         density: _builtins.float = ...,
         value_codec: Global___ValueCodec.ValueType = ...,
+        pushes_all: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_reply", b"acknowledged_reply", "after_step", b"after_step", "base_end", b"base_end", "base_version", b"base_version", "density", b"density", "generation", b"generation", "has_base", b"has_base", "identity", b"identity", "image", b"image", "link_bytes_per_second", b"link_bytes_per_second", "traceparent", b"traceparent", "value_codec", b"value_codec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_reply", b"acknowledged_reply", "after_step", b"after_step", "base_end", b"base_end", "base_version", b"base_version", "density", b"density", "generation", b"generation", "has_base", b"has_base", "identity", b"identity", "image", b"image", "link_bytes_per_second", b"link_bytes_per_second", "pushes_all", b"pushes_all", "traceparent", b"traceparent", "value_codec", b"value_codec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -74,3 +74,9 @@ def test_a_worker_that_counts_bytes_leaves_dense_replies(in_topk):
     assert ReplyRule("auto", LIMIT).wants_topk(None, in_topk, limit=0.5)
     assert not ReplyRule("auto", LIMIT).wants_topk(None, in_topk=False, limit=1.0), "a dense reply takes no more"
     assert not ReplyRule("exact", LIMIT).wants_topk(None, in_topk, limit=0.5)
+
+
+@pytest.mark.parametrize("in_topk", [True, False])
+def test_who_pushes_all_is_answered_exactly_by_auto_alone(in_topk):
+    assert not ReplyRule("auto", LIMIT).wants_topk(ABOVE, in_topk, pushes_all=True)
+    assert ReplyRule("topk", LIMIT).wants_topk(ABOVE, in_topk, pushes_all=True)
