@@ -62,7 +62,7 @@ class ClientSettings(LayeredSettings):
     tls_key: Path | None = setting(None, "its key (PEM)")
     tls_server_name: str = setting("", "name in the server's certificate, where the address has another")
     token: SecretStr = setting(SecretStr(""), "bearer token; better a file, or the environment")
-    token_file: Path | None = setting(None, "file that holds the bearer token; read at each connection")
+    token_file: Path | None = setting(None, "file that holds the bearer token; read again when it changes")
     deadline_seconds: float = setting(
         30.0,
         "longest time for one call; of a push, a pull or a model, without a byte that moves",

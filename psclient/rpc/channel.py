@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from psclient import executor
 from psclient.errors import (
     STEP_AGAIN,
+    AccessError,
     ConfigurationError,
     ServerFaultError,
     SparsepsError,
@@ -162,12 +163,17 @@ class Connection:
 
         gRPC itself resolves a lost name less and less often, and keeps a dead connection as long as the system does.
         Other threads may have calls on the channel before, so that channel is closed when the next one is replaced.
+        While certificates cannot be used, as in the middle of their replacement, the channel before stays.
         """
         with self._lock:
             if self._closed or not (at_once or time.monotonic() - self._dialled > _DIAL_SECONDS):
                 return
             self._dialled = time.monotonic()
-        channel = self._open()  # outside of the lock: a lookup may take seconds
+        try:
+            channel = self._open()  # outside of the lock: a lookup may take seconds
+        except ConfigurationError as error:
+            log.warning("%s is dialled with the certificates before: %s", self.address, error)
+            return
         with self._lock:
             if self._closed:
                 channel.close()
@@ -180,18 +186,25 @@ class Connection:
     def call(self, policy: RetryPolicy, attempt: Callable[[float], Answer]) -> Answer | Rejected:
         """Make a call, again where that may help, and return the answer or the server's refusal.
 
-        ``attempt`` gets its deadline in seconds, and waits for the answer, by :meth:`result` or in :meth:`tracked`.
+        ``attempt`` gets its deadline in seconds, and waits for the answer, by :meth:`result` or in :meth:`tracked`. It
+        begins a new call or stream each time but the first: one that is refused for its token is repeated once, since
+        an open stream has the token of its beginning, and a token file may have changed.
         :class:`ServerUnreachableError` where no answer comes in time, or the calling thread's job is cancelled;
         :class:`ServerFaultError` for a damaged answer.
         """
+        may_repeat = self._security.token_file is not None
 
         def translated(seconds: float) -> Answer | Rejected:
+            nonlocal may_repeat
             try:
                 return attempt(seconds)
             except grpc.RpcError as error:
                 failure = from_rpc_error(error)
                 if isinstance(failure, Rejected):
                     return failure
+                if isinstance(failure, AccessError) and may_repeat:
+                    may_repeat = False
+                    return translated(seconds)
                 raise failure from error
             except grpc.FutureCancelledError:
                 raise Transient("the call was cut short") from None

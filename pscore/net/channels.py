@@ -4,6 +4,7 @@ import ipaddress
 import logging
 import ssl
 import stat
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,7 +32,8 @@ class Security:
 
     Without ``ca``, from which the server's certificate must descend, the channel is plaintext. ``cert`` and ``key`` are
     the caller's own, for mutual TLS; ``server_name`` is that of the server's certificate, where the address has
-    another. ``token_file`` is read anew for each channel and wins over ``token``. All files are PEM but the token's.
+    another. ``token_file`` wins over ``token``, and is read again whenever it has changed. All files are PEM but the
+    token's.
     """
 
     ca: Path | None = None
@@ -40,18 +42,66 @@ class Security:
     server_name: str = ""
     token: str = field(default="", repr=False)
     token_file: Path | None = None
+    _held: "_TokenFile | None" = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.token_file is not None:
+            object.__setattr__(self, "_held", _TokenFile(self.token_file))
 
     def read_token(self) -> str:
-        """Return the token, empty where there is none; raises :class:`ChannelError` where it cannot be read or sent."""
-        if self.token_file is None:
-            if not self.token.isascii() or not self.token.isprintable():
-                raise ChannelError("the token holds characters that no header can; is PSCLIENT_TOKEN one line?")
-            return self.token
-        warn_of_readers(self.token_file)
-        token = _read(self.token_file, "token").decode("utf-8", "replace").strip()
+        """Return the token to send now, empty if there is none. Thread-safe.
+
+        A file that has changed and holds no token leaves the one that was read before in use. Raises
+        :class:`ChannelError` if there is none before, or if no header can hold the token.
+        """
+        if self._held is not None:
+            return self._held.read()
+        if not self.token.isascii() or not self.token.isprintable():
+            raise ChannelError("the token holds characters that no header can; is PSCLIENT_TOKEN one line?")
+        return self.token
+
+
+class _TokenFile:
+    """The token of a file, which is read again when the file changes: tokens are rotated while workers train."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._stamp: FileStamp | None = None
+        self._token = ""
+
+    def read(self) -> str:
+        """Return the token; see :meth:`Security.read_token`."""
+        stamp = stamp_of(self._path)
+        with self._lock:
+            if stamp != self._stamp:
+                try:
+                    self._token = self._read()
+                except ChannelError as error:
+                    if not self._token:
+                        raise
+                    log.warning("%s; the token before stays in use", error)
+                self._stamp = stamp
+            return self._token
+
+    def _read(self) -> str:
+        warn_of_readers(self._path)
+        token = _read(self._path, "token").decode("utf-8", "replace").strip()
         if not token or not token.isascii() or not token.isprintable():
-            raise ChannelError(f"{self.token_file} does not hold one line with a token")
+            raise ChannelError(f"{self._path} does not hold one line with a token")
         return token
+
+
+FileStamp = tuple[int, int, int]
+
+
+def stamp_of(path: Path) -> FileStamp:
+    """Return what differs once a file, or who may read it, has changed; zeros for a file that is not there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return (0, 0, 0)
+    return (found.st_ino, found.st_size, found.st_ctime_ns)
 
 
 @cache
@@ -131,9 +181,7 @@ def open_channel(address: str, security: Security, options: OptionPairs = (), he
         _check_files(security.ca, security.cert, security.key)
         names = (("grpc.ssl_target_name_override", security.server_name),) if security.server_name else ()
         channel = grpc.secure_channel(address, credentials, options=[*options, *names])
-    if token:
-        headers = [*headers, ("authorization", f"Bearer {token}")]
-    return grpc.intercept_channel(channel, _Headers(headers)) if headers else channel
+    return grpc.intercept_channel(channel, _Headers(headers, security)) if headers or token else channel
 
 
 def _read(path: Path, what: str) -> bytes:
@@ -168,13 +216,18 @@ class _Headers(
     grpc.StreamUnaryClientInterceptor,
     grpc.StreamStreamClientInterceptor,
 ):
-    """Adds metadata to every call; a token too, since gRPC sends call credentials over TLS only, even to loopback."""
+    """Adds metadata to every call; a token too, since gRPC sends call credentials over TLS only, even to loopback.
 
-    def __init__(self, headers: Headers) -> None:
-        self._headers = tuple(headers)
+    The token is that of the moment in which the call begins; a stream keeps it.
+    """
+
+    def __init__(self, headers: Headers, security: Security) -> None:
+        self._headers, self._security = tuple(headers), security
 
     def _add(self, continuation: Callable[[Any, Any], Any], details: Any, request: Any) -> Any:
         metadata = [*(details.metadata or ()), *self._headers]
+        if token := self._security.read_token():
+            metadata.append(("authorization", f"Bearer {token}"))
         return continuation(details._replace(metadata=metadata), request)  # gRPC's details are a named tuple
 
     intercept_unary_unary = _add  # type: ignore[assignment]

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 import grpc
 
-from pscore.net.channels import warn_of_readers
+from pscore.net.channels import stamp_of, warn_of_readers
 from pscore.wire.errors import ErrorCode, Rejected
 
 log = logging.getLogger(__name__)
@@ -62,31 +62,26 @@ class _WatchedFiles(Generic[Content]):
     def __init__(self, name: str, paths: Sequence[Path], read: Callable[[], Content]) -> None:
         self._name, self._paths, self._read = name, paths, read
         self._lock = threading.Lock()
-        self._stamps = [_stamp(path) for path in paths]
+        self._stamps = self._complained = [stamp_of(path) for path in paths]
         self.content = read()
 
     def refresh(self) -> bool:
-        """Read the files where one has changed; tell whether the content is new."""
+        """Read the files if one has changed; tell whether the content is new. What is wrong is logged once a change."""
         with self._lock:
-            stamps = [_stamp(path) for path in self._paths]
+            stamps = [stamp_of(path) for path in self._paths]
             if stamps == self._stamps:
                 return False
             try:
                 self.content = self._read()
             except SecurityError as error:
-                log.error(f"{self._name} have changed and cannot be used; the old ones stay", extra={"why": str(error)})
+                if self._complained != stamps:
+                    self._complained = stamps
+                    what = f"{self._name} have changed and cannot be used; the old ones stay"
+                    log.error(what, extra={"why": str(error)})
                 return False
             self._stamps = stamps
         log.info(f"{self._name} read again")
         return True
-
-
-def _stamp(path: Path) -> tuple[int, int, int]:
-    try:
-        found = path.stat()
-    except OSError:
-        return (0, 0, 0)
-    return (found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 class Authenticator:
@@ -120,7 +115,10 @@ class Authenticator:
             return ANONYMOUS_ADMIN
         shown = next((str(value) for key, value in metadata if key.lower() == "authorization"), "")
         kind, _, token = shown.partition(" ")
-        caller = callers.get(_digest(token.strip())) if kind.lower() == "bearer" else None
+        digest = _digest(token.strip()) if kind.lower() == "bearer" else b""
+        caller = callers.get(digest)
+        if caller is None and digest and self._file is not None and self._file.refresh():
+            caller = self._file.content.get(digest)  # the token may be newer than the last check of the file
         if caller is None:
             why = "its token is not known" if shown else "no token came with it"
             raise Rejected(ErrorCode.UNAUTHENTICATED, f"{rpc} is for callers with a token, and {why}")

@@ -231,8 +231,8 @@ class Dispatcher:
         metadata, rpc = opened.context.invocation_metadata(), opened.call.rpc
         answer = self._read_stream if opened.rule.in_parts else self._in_turn
         while (first := await self._read_idle(opened)) is not None:
-            self._authenticator.authorize(metadata, rpc, opened.rule.role)  # a token may be withdrawn
-            opened.call = Call(rpc, opened.call.caller)
+            caller = self._authenticator.authorize(metadata, rpc, opened.rule.role)  # its line may have changed
+            opened.call = Call(rpc, caller)
             opened.started, opened.is_answered = time.monotonic(), False
             await self._measured(opened, answer(opened, handler, first))
 

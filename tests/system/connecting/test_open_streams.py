@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from psclient import LocalServer
-from psclient.errors import from_rpc_error
-from pscore.wire.errors import ErrorCode
+from pscore.wire.errors import ErrorCode, details_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.app.server import Server
 from psservice.rpc import dispatcher
@@ -39,7 +38,7 @@ class Stream:
         """Why the server has ended it."""
         with pytest.raises(grpc.RpcError) as caught:
             next(self.call)
-        return from_rpc_error(caught.value).reason
+        return details_of(caught.value).reason
 
 
 def push_of(worker, step, *, base=0, cut=1, **fields):
