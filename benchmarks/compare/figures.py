@@ -12,7 +12,7 @@ from benchmarks.compare.methods import METHODS, SUBJECT
 from benchmarks.compare.results import Entry
 from benchmarks.compare.straggler import Effect, title_of
 from benchmarks.compare.tasks import TASKS, Task
-from benchmarks.harness.plots import MARKERS, PALETTE
+from benchmarks.harness.plots import PALETTE, style_of
 
 _DOTS_AN_INCH = 100
 
@@ -88,14 +88,14 @@ def frame(count: int) -> tuple[Figure, list[Axes]]:
 
 
 def _plot(plane: Axes, method: str, x: Sequence[float], task: Task, entries: Sequence[Entry], *, line: bool) -> None:
-    number = [*METHODS].index(method)
+    colour, marker = style_of([*METHODS].index(method))
     plane.errorbar(
         x,
         [entry.scores.mean for entry in entries if entry.scores is not None],
         yerr=[entry.scores.deviation for entry in entries if entry.scores is not None],
         label=METHODS[method].title,
-        color=PALETTE[number],
-        marker=MARKERS[number],
+        color=colour,
+        marker=marker,
         markersize=5,
         linewidth=2.2 if method == SUBJECT else 1.1,
         linestyle="-" if line else "none",

@@ -9,7 +9,7 @@ from benchmarks.compare.figures import frame, label, save
 from benchmarks.compare.tasks import TASKS
 from benchmarks.evidence.evidence import Cell, Runs
 from benchmarks.evidence.report import title_of
-from benchmarks.harness.plots import MARKERS, PALETTE
+from benchmarks.harness.plots import style_of
 
 
 def draw(directory: Path, runs: Runs) -> list[Path]:
@@ -25,6 +25,7 @@ def _figure(cell: Cell, runs: Runs) -> Figure:
     figure, planes = frame(2)
     here = [(entrant, seeds) for (place, entrant), seeds in runs.items() if place == cell]
     for number, (entrant, seeds) in enumerate(here):
+        colour, marker = style_of(number)
         curves = [run.outcome.curve for run in seeds.values() if run.outcome.curve and run.outcome.score is not None]
         points = [[fmean(values) for values in zip(*same, strict=True)] for same in zip(*curves, strict=False)]
         for plane, x in zip(planes, ([p[0] for p in points], [(p[1] + p[2]) / 1e6 for p in points]), strict=True):
@@ -32,8 +33,8 @@ def _figure(cell: Cell, runs: Runs) -> Figure:
                 x,
                 [point[3] for point in points],
                 label=title_of(entrant),
-                color=PALETTE[number % len(PALETTE)],
-                marker=MARKERS[number % len(MARKERS)],
+                color=colour,
+                marker=marker,
                 markersize=4,
                 linewidth=1.2,
                 linestyle="--" if entrant.form == "dense" else "-",

@@ -38,6 +38,14 @@ PALETTE = (
 """Found by a search for the largest least distance (CIE 1976) of any two, with full sight and without each receptor."""
 
 MARKERS = "os^vDPX*<>hp"
+
+
+def style_of(number: int) -> tuple[str, str]:
+    """Return colour and marker of a series by its number; more series than colours differ in the marker."""
+    again, place = divmod(number, len(PALETTE))
+    return PALETTE[place], MARKERS[(place + again) % len(MARKERS)]
+
+
 NEUTRAL = "#7a7a7a"
 _DASHES = ("-", "--", "-.", ":")
 _TEXT = "#010203"  # stands for the page's own text colour until the SVG is written

@@ -50,6 +50,10 @@ def test_the_palette_can_be_seen_on_light_and_dark_ground(colour, ground):
     assert (lighter + 0.05) / (darker + 0.05) >= 3
 
 
+def test_more_series_than_colours_differ_still():
+    assert len({plots.style_of(number) for number in range(3 * len(plots.PALETTE))}) == 3 * len(plots.PALETTE)
+
+
 @pytest.mark.parametrize("marked", [True, False])
 @pytest.mark.parametrize("count", [2, 7, len(plots.PALETTE)])
 def test_no_two_series_share_a_colour_nor_marker_and_dash(monkeypatch, count, marked):

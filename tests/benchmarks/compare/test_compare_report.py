@@ -5,6 +5,7 @@ import json
 import pytest
 
 from benchmarks.compare import figures, report
+from benchmarks.compare.methods import METHODS
 from benchmarks.compare.results import entries, pairings
 from benchmarks.compare.straggler import Effect
 from benchmarks.report import guide
@@ -78,3 +79,9 @@ def test_a_page_takes_the_new_tables_in(tmp_path):
     page.write_text("no marks")
     with pytest.raises(ValueError, match="needs one"):
         guide.into_page(page, "new", [])
+
+
+def test_every_method_has_a_place_in_the_figures(tmp_path):
+    made = campaign(tmp_path / "runs.jsonl", do=None)
+    made.runs += [run(method, workers=1 if kind.kind == "single" else 4) for method, kind in METHODS.items()]
+    assert len(figures.draw(tmp_path, entries(made.runs), [])) == 2
