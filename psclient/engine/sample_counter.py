@@ -4,7 +4,6 @@ A hook in a module is pickled, copied, scripted and traced with the module. So c
 whose ``__call__`` is replaced for as long as there is a counter.
 """
 
-import functools
 import logging
 import threading
 import zlib
@@ -14,8 +13,8 @@ from typing import Any
 
 import torch
 from torch.compiler import is_compiling
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from psclient.model.wrappers import unwrapped, wrappers
 from psclient.rpc.lease_thread import LeaseThread
 
 log = logging.getLogger("psclient")
@@ -44,13 +43,13 @@ class SampleCounter:
 
     def __init__(self, model: torch.nn.Module, on_batch: Callable[[torch.Tensor], None] | None = None) -> None:
         self._on_batch = on_batch
-        self._model = _unwrapped(model)
+        self._model = unwrapped(model)
         self._counts: dict[torch.nn.Module, int] = {}
         self._threads: set[int] = set()  # those inside a counted call
         self._vector: int | None = None  # the length of an input of one dimension
         self._warned: set[str] = set()
         self._watched: dict[torch.nn.Module, tuple[type[torch.nn.Module], ...]] = {}
-        for module in (self._model, *map(_unwrapped, self._model.children())):
+        for module in (self._model, *map(unwrapped, self._model.children())):
             self._watch(module)
 
     @property
@@ -115,7 +114,7 @@ class SampleCounter:
         with _lock:
             if module in self._watched:
                 return
-            kinds = (type(module), *_wrappers())
+            kinds = (type(module), *wrappers())
             for kind in kinds:
                 if not _users[kind]:
                     _restores[kind] = _report_calls(kind)
@@ -151,7 +150,7 @@ def _report_calls(kind: type[torch.nn.Module]) -> Callable[[], None]:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         entered: Sequence[SampleCounter] = ()
         if not is_compiling():  # where torch.compile traces through this, nothing of it is in the graph
-            module = _unwrapped(self)
+            module = unwrapped(self)
             if id(module) in _counters:
                 entered = enter(module, (*args, *kwargs.values()))
         try:
@@ -175,20 +174,6 @@ def _report_calls(kind: type[torch.nn.Module]) -> Callable[[], None]:
 
 def _enter(module: torch.nn.Module, inputs: Sequence[Any]) -> list[SampleCounter]:
     return [each for each in _counters.get(id(module), ()) if each.enter(module, inputs)]
-
-
-@functools.cache
-def _wrappers() -> tuple[type[torch.nn.Module], ...]:
-    """Return the classes of modules that call the module inside in a way of their own."""
-    from torch._dynamo import OptimizedModule  # a slow import, done before: by the first torch.optim.Optimizer
-
-    return OptimizedModule, DataParallel, DistributedDataParallel
-
-
-def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    while isinstance(module, _wrappers()):
-        module = next(module.children())
-    return module
 
 
 def _first_tensor(values: Iterable[Any]) -> torch.Tensor | None:

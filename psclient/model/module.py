@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from psclient.errors import ConfigurationError, ModelChangedError
+from psclient.model.requirements import require_whole
+from psclient.model.wrappers import plain_modules, plain_name
 from pscore.model.layout import ModelLayout, TensorSpec, digest_of, layout_of
 from pscore.names import tensor_name_fault
 
@@ -151,22 +153,23 @@ def describe(
     if model is None:
         names = [name for group in groups for name in group.get("param_names", ())]
         names = names or [f"parameter_{i}" for i in range(len(trained))]
-        named = list(zip(map(_plain, names), trained, strict=True))
+        named = list(zip(map(plain_name, names), trained, strict=True))
     elif not isinstance(model, torch.nn.Module):
         raise ConfigurationError(f"model= must be a torch.nn.Module, not {type(model).__name__}")
     else:
         names_of: dict[torch.Tensor, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            names_of.setdefault(parameter, []).append(_plain(name))
+        for prefix, module in plain_modules(model):
+            for name, entry in module._parameters.items():
+                if entry is not None:
+                    names_of.setdefault(entry, []).append(f"{prefix}.{name}" if prefix else name)
+                    places.setdefault(id(entry), Place(module, name))
         named = [(first, parameter) for parameter, (first, *_) in names_of.items()]
         aliases = {first: tuple(others) for first, *others in names_of.values() if others}
         buffers = _persistent_buffers(model)
-        for module in model.modules():
-            for name, entry in module._parameters.items():
-                places.setdefault(id(entry), Place(module, name))
         if any(id(parameter) not in places for parameter in trained):
             raise ConfigurationError("params holds a parameter that model does not have; pass the model they come from")
     tensors = [(name, place.module.get_buffer(place.name)) for name, place in buffers]
+    require_whole((*named, *tensors))
     frozen = [(name, parameter) for name, parameter in named if not (upload_frozen or parameter.requires_grad)]
     named = [(name, parameter) for name, parameter in named if upload_frozen or parameter.requires_grad]
     try:
@@ -205,15 +208,10 @@ def edits_of(parameters: Collection[torch.Tensor]) -> list[int]:
         return [writes_to(parameter) for parameter in parameters]
 
 
-def _plain(name: str) -> str:
-    """Return a tensor's name without the prefix of ``torch.compile``: compiled or not, the model is the same."""
-    return name.replace("_orig_mod.", "")
-
-
 def _persistent_buffers(model: torch.nn.Module) -> list[tuple[str, Place]]:
     found: dict[int, tuple[str, Place]] = {}
-    for prefix, module in model.named_modules():
+    for prefix, module in plain_modules(model):
         for name, tensor in module._buffers.items():
             if tensor is not None and name not in module._non_persistent_buffers_set:
-                found.setdefault(id(tensor), (_plain(f"{prefix}.{name}" if prefix else name), Place(module, name)))
+                found.setdefault(id(tensor), (f"{prefix}.{name}" if prefix else name, Place(module, name)))
     return list(found.values())

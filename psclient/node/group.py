@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from psclient.errors import ConfigurationError
+from psclient.model.wrappers import name_inside
 from psclient.settings import LOCAL, ClientSettings, worker_name
 
 _START_DISTRIBUTED = (
@@ -60,7 +61,10 @@ def unwrap_ddp(
     """Return the module that DDP wraps, and the group in which gradients are averaged."""
     if not dist.is_initialized():
         raise ConfigurationError(_START_DISTRIBUTED)
-    wrapped = getattr(model, "_orig_mod", model)  # torch.compile() around DDP
+    wrapped = model
+    while not isinstance(wrapped, DistributedDataParallel) and wrapped is not None:  # torch.compile() around DDP, say
+        inside = name_inside(wrapped)
+        wrapped = None if inside is None else getattr(wrapped, inside)
     if isinstance(wrapped, DistributedDataParallel):
         averaged_in: dist.ProcessGroup = wrapped.process_group
         if group is not None and group is not averaged_in:

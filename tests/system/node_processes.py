@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,57 @@ def _first_step(make: Callable[[nn.Module], torch.optim.Optimizer], rank: int, w
     error = caught(lambda: train_step(trained, optimizer, *half(rank)))
     optimizer.close()
     return {"error": described(error)}
+
+
+def shards_its_model(rank: int, server: str) -> Any:
+    """Models of which each process has a part, and every optimizer over them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2,))
+
+    def fsdp2() -> nn.Module:
+        return fully_shard(make_model(0, batch_norm=False), mesh=mesh)
+
+    def fsdp1(*, original: bool) -> nn.Module:
+        return FullyShardedDataParallel(
+            make_model(0, batch_norm=False), use_orig_params=original, device_id=torch.device("cpu")
+        )
+
+    def tensor_parallel() -> nn.Module:
+        return parallelize_module(make_model(0, batch_norm=False), mesh, {"0": ColwiseParallel()})
+
+    def frozen() -> nn.Module:
+        model = make_model(0, batch_norm=False)
+        fully_shard(model[0].requires_grad_(False), mesh=mesh)
+        return model
+
+    def node(parameters: Iterable[nn.Parameter], **module: Any) -> Any:
+        options = {"lr": 0.1, "server": server, "settings": QUICK, "timeout_seconds": 10.0}
+        return psclient.NodeOptimizer(psclient.DGS, parameters, **options, **module)
+
+    name: dict[str, Any] = {"worker": f"w{rank}", "server": server, "settings": QUICK}
+    models = {
+        "fully_shard": fsdp2,
+        "FSDP": partial(fsdp1, original=False),
+        "FSDP, use_orig_params": partial(fsdp1, original=True),
+        "tensor parallel": tensor_parallel,
+        "frozen": frozen,
+    }
+    found = {}
+    for kind, make in models.items():
+        model = make()
+        makers = {
+            "node": lambda model=model: node(model.parameters(), model=model),
+            "bare node": lambda model=model: node(model.parameters()),
+            "DGS": lambda model=model: psclient.DGS(model.parameters(), 0.1, model=model, **name),
+            "Outer": lambda model=model: psclient.Outer(
+                torch.optim.SGD(model.parameters(), lr=0.1), sync_every=1, model=model, **name
+            ),
+        }
+        found |= {(kind, method): described(caught(make)) for method, make in makers.items()}
+    return found
 
 
 def averages_without_a_node(rank: int, named: str, outer: str, bare: str, legitimate: str) -> Any:

@@ -57,6 +57,16 @@ def test_a_node_is_one_worker_with_the_whole_batch(tmp_path):
         assert_equal(leader["flushed"], follower["flushed"], of_server(server, model))
 
 
+def test_a_model_of_which_each_process_has_a_part_is_refused_by_all_of_them_at_once(tmp_path):
+    """Reading such a parameter is a collective: one process alone would wait in it for the others."""
+    with LocalServer() as server:
+        for found in launch("shards_its_model", 2, tmp_path, server.server):
+            for (kind, method), (error, message, _) in found.items():
+                assert error == "ConfigurationError", f"{kind}, {method}: {error}: {message}"
+                assert "docs/nodes.md" in message, f"{kind}, {method}"
+                assert message.startswith("'0.weight'") or kind.startswith("FSDP") or "bare" in method
+
+
 @pytest.mark.parametrize("loader", [0, 1])
 def test_a_node_has_the_model_that_its_leader_has(loader, tmp_path):
     with LocalServer(down_mode="exact") as server:
