@@ -23,9 +23,9 @@ BUSY_RETRY_SECONDS = 0.2
 class ApplyThread:
     """Runs jobs one at a time in the order of submission, behind a bounded queue; the thread starts at once.
 
-    ``waited`` is called with the seconds that each job has waited, ``on_failure`` once, when a change has failed
-    half-way: then no job is run any more, and the process is to stop and recover. Without threads in ``environment``
-    a job runs in the thread of its caller.
+    ``waited`` is called with the seconds that each job has waited. ``on_failure`` is called once, when a change has
+    failed half-way, and must not wait: then no job is run any more, and the process is to stop and recover.
+    Without threads in ``environment`` a job runs in the thread of its caller.
 
     Attributes:
         held: whether jobs are refused because the state is replaced; set by a job, reset from any thread.

@@ -6,6 +6,7 @@ What fails is torch or the system below the server, and nothing of the server's 
 ``device``: no tensor can be copied, as after an error of a GPU.
 ``slow-snapshots``, ``slow-journal``: ``fsync`` of files in those directories does not return; that one waits is told by
 a file ``.met`` beside.
+``EIO-journal``, ``ENOSPC-journal``: ``fsync`` of files in that directory fails with that error.
 ``no-listing``: from the moment when a snapshot gets its name, no descriptor is left to list the snapshots with.
 """
 
@@ -81,6 +82,18 @@ def _slow(directory: str, file: Path) -> None:
         setattr(os, name, sync)
 
 
+def _failed_sync(error: int, directory: str, file: Path) -> None:
+    for name in ("fsync", "fdatasync"):
+        real = getattr(os, name)
+
+        def sync(descriptor: int, real: Callable[[int], None] = real) -> None:
+            if file.exists() and directory in os.readlink(f"/proc/self/fd/{descriptor}"):
+                raise OSError(error, os.strerror(error))
+            real(descriptor)
+
+        setattr(os, name, sync)
+
+
 def _no_listing(file: Path) -> None:
     named = False
     rename = os.rename
@@ -111,8 +124,11 @@ def main() -> int:
         _device(file)
     elif fault == "no-listing":
         _no_listing(file)
-    else:
+    elif fault.startswith("slow-"):
         _slow(fault.removeprefix("slow-"), file)
+    else:
+        name, _, directory = fault.partition("-")
+        _failed_sync(getattr(errno, name), directory, file)
     from psservice.cli.main import main as serve
 
     return serve(sys.argv[3:])

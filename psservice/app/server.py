@@ -64,12 +64,11 @@ class Server:
             torch.set_num_threads(settings.compute_threads or max(1, torch.get_num_threads() // settings.shards))
         self._metrics = Metrics()
         self._loop = EventLoop()
-        self._health = Health(self._loop)
+        self._health = Health()
         self._ports: list[grpc.aio.Server] = []
         self._web: WebServer | None = None
         self._stop_asked: queue.SimpleQueue[None] = queue.SimpleQueue()  # whose put a signal may interrupt
         self._serving = False
-        self._healthy = True
         self.address = self.health_address = self.metrics_address = ""
         try:
             self.update_health()
@@ -93,7 +92,7 @@ class Server:
             credentials = None
             if settings.tls_cert and settings.tls_key:
                 credentials = server_credentials(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-            self.shard = open_shard(settings, device_of(settings), self._metrics, self._durable, self._failed)
+            self.shard = open_shard(settings, device_of(settings), self._metrics, self.update_health, self._failed)
         except (StorageError, SecurityError, TracingError) as error:
             raise StartError(str(error)) from error
         self.shard.durability.checkpoints.keys = authenticator.server_keys
@@ -170,23 +169,21 @@ class Server:
             return False
         return True
 
-    def _durable(self, healthy: bool) -> None:
-        self._metrics.durable.set(healthy)
-        self._healthy = healthy
-        self.update_health()
-
     def _failed(self) -> None:
-        self._healthy = False
         self.update_health()
         self._ask_to_stop()
 
     def update_health(self) -> None:
-        """Report SERVING while every shard accepts pushes and can make them durable as promised.
+        """Have the event loop report the health of now; any thread may call this, under any lock."""
+        self._loop.post(self._report_health)
 
-        Ask for a restart where a journal is damaged beyond repair by a running server.
+    def _report_health(self) -> None:
+        """Report SERVING while every shard accepts pushes and can make them durable as promised; on the event loop.
+
+        Ask for a restart if a journal is damaged beyond repair by a running server.
         """
         has_started, shared = bool(self.address), self._shared_health
-        serves = self._serving and self._healthy and not self.shard.drain_gate.is_closed
+        serves = self._serving and self._accepts_pushes()
         is_broken = has_started and self.shard.durability.is_broken
         shared.note(self._place, has_started=has_started, serves=serves, is_broken=is_broken)
         counts_all = shared.all_have_started
@@ -195,6 +192,10 @@ class Server:
         self._health.set(LIVENESS, serving=not shared.is_broken)
         if counts_all:
             shared.note_counts_all(self._place)
+
+    def _accepts_pushes(self) -> bool:
+        shard = self.shard
+        return shard.durability.is_healthy and not shard.apply_thread.failed and not shard.drain_gate.is_closed
 
     def _listen(
         self,

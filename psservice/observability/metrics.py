@@ -149,7 +149,6 @@ class Metrics:
             return read(CounterMetricFamily, name, documentation, lambda: 0.0)
 
         self.durable = gauge("psservice_durable", "1 while pushes can be written to the disk as --durability promises")
-        self.durable.set(1)
         self.journal_bytes = read_counter("psservice_journal_bytes", "Bytes appended to the journal")
         self.journal_errors = read_counter(
             "psservice_journal_errors", "Failed attempts to write the journal or to force it to the disk"

@@ -36,7 +36,7 @@ class Durability:
     """Writes events and snapshots of a shard to its data directory. Without one, every call does nothing.
 
     The shard may be under construction: only its settings and its environment are read at first. ``on_health`` is
-    called with ``False`` while pushes cannot be made durable, with ``True`` when they can again.
+    called after each change of ``is_healthy``.
 
     Attributes:
         averaging: locked while buffers are averaged in and journaled, so that a snapshot falls between two of these.
@@ -46,7 +46,7 @@ class Durability:
         StorageError: see :class:`~psservice.storage.datadir.DataDir`.
     """
 
-    def __init__(self, shard: DurableShard, on_health: Callable[[bool], None]) -> None:
+    def __init__(self, shard: DurableShard, on_health: Callable[[], None]) -> None:
         self._shard, self._settings, self._environment = shard, shard.settings, shard.environment
         self._dir: DataDir | None = None
         if self._settings.data_dir is not None and self._settings.durability != "none":
@@ -71,6 +71,11 @@ class Durability:
     def journal_errors(self) -> int:
         """Failed attempts to write the journal, or to force it to the disk, since the start."""
         return self.events.journal.errors if self.events.journal else 0
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether pushes are made durable as promised."""
+        return self.events.journal is None or self.events.journal.healthy
 
     @property
     def is_broken(self) -> bool:

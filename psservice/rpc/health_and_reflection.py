@@ -16,7 +16,6 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from pscore.wire.errors import Rejected, to_status
 from psservice.rpc.auth import Authenticator, Role
-from psservice.rpc.ports import EventLoop
 
 LIVENESS = "liveness"
 """The name for "no restart is needed": not whether the server serves. Kubernetes restarts a pod by it."""
@@ -34,14 +33,16 @@ _REFLECTION_RPC = "ServerReflectionInfo"
 class Health:
     """The states of one process, for all ports of its event loop. Everybody may ask."""
 
-    def __init__(self, loop: EventLoop) -> None:
-        self._loop = loop
+    def __init__(self) -> None:
         self._servicer = health.aio.HealthServicer()
+        self._telling: set[asyncio.Task[None]] = set()
 
     def set(self, name: str, *, serving: bool) -> None:
-        """Set a state; watchers have been told when this returns, or on the loop's thread soon after."""
+        """Set a state, and tell watchers soon after; on the event loop."""
         state = HealthCheckResponse.SERVING if serving else HealthCheckResponse.NOT_SERVING
-        self._loop.run_or_begin(self._servicer.set(name, state))
+        task = asyncio.ensure_future(self._servicer.set(name, state))
+        self._telling.add(task)  # the loop keeps no reference
+        task.add_done_callback(self._telling.discard)
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return a handler for one port; each port counts its own callers."""

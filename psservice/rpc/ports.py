@@ -79,14 +79,12 @@ class EventLoop:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine on the loop, and wait for it in this thread."""
+        """Run a coroutine on the loop, and wait for it in this thread, which must not own a lock."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
-    def run_or_begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine on the loop, and wait for it where this thread is another one than the loop's."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-        if threading.get_ident() != self._thread.ident:
-            future.result()
+    def post(self, call: Callable[[], object]) -> None:
+        """Call something on the loop soon, in the order of posts; waits for nothing, so locks may be held."""
+        self.loop.call_soon_threadsafe(call)
 
     def close(self) -> None:
         """End the loop and its thread."""

@@ -55,7 +55,7 @@ def status_of(shard: Shard, uptime_seconds: float, *, brief: bool = False) -> pb
         draining=shard.drain_gate.is_closed,
         calls_inside=shard.drain_gate.in_flight,
         queue_limit=settings.apply_queue_limit,
-        durable=shard.durable,
+        durable=shard.durability.is_healthy,
         pushes=pushes.answered,
         pulls=pulls.answered,
         dense_push_bytes=pushes.dense_bytes,
@@ -123,6 +123,7 @@ def bind_metrics(shard: Shard) -> None:
     metrics.clock_spread.set_function(shard.leases.clock_spread)
     metrics.training.set_function(lambda: shard.run.state is RunState.TRAINING)
     metrics.draining.set_function(lambda: shard.drain_gate.is_closed)
+    metrics.durable.set_function(lambda: shard.durability.is_healthy)
     metrics.elements.set_function(lambda: shard.span.length if shard.layout else 0)
     metrics.journal_bytes.read = lambda: shard.durability.journal_bytes
     metrics.journal_errors.read = lambda: shard.durability.journal_errors

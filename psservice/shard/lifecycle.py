@@ -23,7 +23,7 @@ def open_shard(
     settings: ServerSettings,
     device: torch.device,
     metrics: Metrics,
-    on_health: Callable[[bool], None] = lambda healthy: None,
+    on_health: Callable[[], None] = lambda: None,
     on_failure: Callable[[], None] = lambda: None,
     environment: Environment = MACHINE,
 ) -> Shard:

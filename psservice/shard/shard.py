@@ -49,7 +49,6 @@ class Shard:
         buffers: their average; on shard 0 only, where the run has any.
         mode: what the run's method asks of the server.
         installing: whether another model is on its way in: joining workers wait for it. Set under ``join_lock``.
-        durable: whether pushes are journaled as promised; ``on_health`` is called with changes of it.
         join_lock: held while a worker joins, while ends of leases are journaled, and while the model is replaced.
     """
 
@@ -58,7 +57,7 @@ class Shard:
         settings: ServerSettings,
         device: torch.device,
         metrics: Metrics,
-        on_health: Callable[[bool], None],
+        on_health: Callable[[], None],
         on_failure: Callable[[], None],
         environment: Environment,
     ) -> None:
@@ -102,9 +101,7 @@ class Shard:
         self.join_lock = threading.Lock()
         self.stopping = threading.Event()
         self.installing = False
-        self.durable = True
-        self._on_health = on_health
-        self.durability = Durability(self, self._health_changed)
+        self.durability = Durability(self, on_health)
 
     @property
     def span(self) -> Span:
@@ -198,7 +195,3 @@ class Shard:
         else:
             self.durability.close()
         self.final_model.wait()
-
-    def _health_changed(self, healthy: bool) -> None:
-        self.durable = healthy
-        self._on_health(healthy)

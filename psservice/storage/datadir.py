@@ -32,7 +32,7 @@ class DataDir:
     beside that of another number of shards.
     """
 
-    def __init__(self, settings: ServerSettings, environment: Environment, on_health: Callable[[bool], None]) -> None:
+    def __init__(self, settings: ServerSettings, environment: Environment, on_health: Callable[[], None]) -> None:
         assert settings.data_dir is not None
         self._settings, self._environment, self._on_health = settings, environment, on_health
         self.files = environment.files
@@ -83,7 +83,7 @@ class DataDir:
                     self._settings.fsync,
                     self._settings.fsync_interval_seconds,
                     self._on_health,
-                    self._lock_file.note,
+                    self._lock_file,
                 )
         except OSError as error:
             raise StorageError(f"cannot write to {self.path}: {error.strerror}") from error

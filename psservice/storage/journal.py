@@ -7,8 +7,10 @@ in any mode.
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,6 +30,7 @@ from psservice.storage.journal_format import (
     record_crc,
     segment_head,
 )
+from psservice.storage.lock_file import LockFile
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +57,12 @@ class Journal:
 
     Args:
         number: of the first segment; its file must not exist.
-        on_health: called with ``False`` when a record could not be written, with ``True`` when one can be again.
-        on_progress: called before an append or a wait returns with ``segment``, ``appended`` and ``durable``, as a
-            :class:`~psservice.storage.lock_file.Watermark` has them. May raise ``OSError``.
+        on_health: called after each change of ``healthy``, by a thread that owns no lock of the journal.
+        lock_file: its watermark is moved before an append or a wait returns; ``None`` for a journal without one.
 
     Attributes:
         errors: failed attempts to write or to force to the disk, so far.
+        healthy: whether the last record could be written, and nothing is broken.
         broken: why the contents of the disk are unknown, so that only a restart, which reads them, helps; else empty.
     """
 
@@ -70,15 +73,16 @@ class Journal:
         number: int,
         fsync: str,
         interval_seconds: float,
-        on_health: Callable[[bool], None] = lambda healthy: None,
-        on_progress: Callable[..., None] = lambda **progress: None,
+        on_health: Callable[[], None] = lambda: None,
+        lock_file: LockFile | None = None,
     ) -> None:
         self._environment, self._files, self._directory = environment, environment.files, directory
         self._fsync, self._interval_seconds = fsync, interval_seconds
-        self._on_health, self._on_progress = on_health, on_progress
+        self._on_health, self._lock_file = on_health, lock_file
         self.bytes_written = self.errors = 0
-        self.broken = ""
-        self._healthy, self._complained, self._complained_at = True, False, -_LOG_SECONDS
+        self.broken, self.healthy = "", True
+        self._complained, self._complained_at = False, -_LOG_SECONDS
+        self._untold: deque[Callable[[], None]] = deque()  # log lines and calls of on_health, for when no lock is owned
         self._forcing = threading.Lock()  # during an fsync and while the file changes; acquired before the other
         self._lock = threading.RLock()
         self._closing = threading.Event()
@@ -87,27 +91,11 @@ class Journal:
 
     def append(self, kind: int, body: Body) -> None:
         """Write one record, or leave the journal as before."""
-        with self._lock:
-            self._require_whole()
-            parts = [frame(self._mark, kind, body), *body.parts]
-            size = sum(map(len, parts))
-            try:
-                self._file.append(parts)
-                self._on_progress(segment=self._number, appended=self._size + size, durable=self._size_durable)
-            except OSError as error:
-                self.errors += 1
-                self._set_healthy(False, error.strerror or str(error))
-                try:
-                    self._file.cut(self._size)
-                except OSError:
-                    self._break(f"a record is half written to {self._path} and cannot be cut off: {error.strerror}")
-                raise StorageError(
-                    f"cannot append to {self._path}: {error.strerror}; free space or mend the disk, "
-                    "pushes are taken again as soon as it can be written"
-                ) from error
-            self._size += size
-            self.bytes_written += size
-            self._set_healthy(True)
+        try:
+            with self._lock:
+                self._append(kind, body)
+        finally:
+            self._tell()
 
     @property
     def waits(self) -> bool:
@@ -123,24 +111,21 @@ class Journal:
         """Force every record that was appended before this call to the disk."""
         with self._lock:
             target = (self._number, self._size)
-        with self._forcing:
-            if (self._number, self._size_durable) < target:  # else another call, or the end of a segment, has done that
-                self._sync()
+        try:
+            with self._forcing:
+                # Else another call, or the end of a segment, has done that.
+                if (self._number, self._size_durable) < target:
+                    self._sync()
+        finally:
+            self._tell()
 
     def rotate(self) -> int:
         """End the segment and begin the next; return its number."""
-        with self._forcing, self._lock:
-            self._require_whole()
-            if self._fsync != "never":  # first: a torn tail with another segment behind it would be taken for damage
-                self._sync()
-            old = self._file
-            try:
-                self._open_segment(self._number + 1)
-            except OSError as error:
-                self.errors += 1
-                raise StorageError(f"cannot begin a segment of the journal: {error.strerror}") from error
-            old.close()
-            return self._number
+        try:
+            with self._forcing, self._lock:
+                return self._rotate()
+        finally:
+            self._tell()
 
     def cut_before(self, number: int) -> None:
         """Remove the segments before one; a segment that cannot be removed stays for the next time."""
@@ -162,6 +147,7 @@ class Journal:
                     self._sync()
             self.broken = "the journal is closed"
             self._file.close()
+        self._tell()
 
     def _force_at_intervals(self) -> None:
         while not self._closing.wait(self._interval_seconds) and not self.broken:
@@ -176,14 +162,65 @@ class Journal:
         try:
             self._file.sync()
             with self._lock:
-                self._on_progress(segment=self._number, appended=self._size, durable=size)
+                self._note_progress(self._number, self._size, size)
                 self._size_durable = size
         except OSError as error:
             with self._lock:
                 self._break(f"fsync of {self._path}: {error.strerror}")
                 raise StorageError(self.broken) from error
 
+    def _tell(self) -> None:
+        """Log and report what has changed; the caller owns no lock.
+
+        Whoever is called may wait for a thread that is about to append.
+        """
+        while self._untold:
+            try:
+                call = self._untold.popleft()
+            except IndexError:  # another thread tells it
+                return
+            call()
+
     # Under the lock
+
+    def _append(self, kind: int, body: Body) -> None:
+        self._require_whole()
+        parts = [frame(self._mark, kind, body), *body.parts]
+        size = sum(map(len, parts))
+        try:
+            self._file.append(parts)
+            self._note_progress(self._number, self._size + size, self._size_durable)
+        except OSError as error:
+            self.errors += 1
+            self._set_healthy(False, error.strerror or str(error))
+            try:
+                self._file.cut(self._size)
+            except OSError:
+                self._break(f"a record is half written to {self._path} and cannot be cut off: {error.strerror}")
+            raise StorageError(
+                f"cannot append to {self._path}: {error.strerror}; free space or mend the disk, "
+                "pushes are taken again as soon as it can be written"
+            ) from error
+        self._size += size
+        self.bytes_written += size
+        self._set_healthy(True)
+
+    def _note_progress(self, segment: int, appended: int, durable: int) -> None:
+        if self._lock_file is not None:
+            self._lock_file.note(segment=segment, appended=appended, durable=durable)
+
+    def _rotate(self) -> int:
+        self._require_whole()
+        if self._fsync != "never":  # first: a torn tail with another segment behind it would be taken for damage
+            self._sync()
+        old = self._file
+        try:
+            self._open_segment(self._number + 1)
+        except OSError as error:
+            self.errors += 1
+            raise StorageError(f"cannot begin a segment of the journal: {error.strerror}") from error
+        old.close()
+        return self._number
 
     def _open_segment(self, number: int) -> None:
         """Create a segment, and write to it from now on; raises ``OSError``, and then nothing has changed."""
@@ -196,7 +233,7 @@ class Journal:
                 file.sync()
                 self._files.sync(self._directory)
                 durable = HEAD_BYTES
-            self._on_progress(segment=number, appended=HEAD_BYTES, durable=durable)
+            self._note_progress(number, HEAD_BYTES, durable)
         except BaseException:
             file.close()
             self._files.remove(path)
@@ -206,7 +243,7 @@ class Journal:
 
     def _break(self, why: str) -> None:
         self.broken = f"{why}; restart the server to recover what is on the disk"
-        log.error("journal broken", extra={"error": self.broken})
+        self._untold.append(partial(log.error, "journal broken", extra={"error": self.broken}))
         self.errors += 1
         self._complained = True
         self._set_healthy(False)
@@ -216,17 +253,18 @@ class Journal:
             raise StorageError(self.broken)
 
     def _set_healthy(self, healthy: bool, why: str = "") -> None:
-        """Report a change, and log it once in a while: a small record may fit where the next one does not."""
+        """Note a change, for :meth:`_tell`; log it once a minute: a small record may fit where the next does not."""
         now = self._environment.monotonic()
         if healthy and self._complained:
-            log.warning("records can be written down again: pushes are taken")
+            self._untold.append(partial(log.warning, "records can be written down again: pushes are taken"))
             self._complained = False
         elif not healthy and not self._complained and now - self._complained_at >= _LOG_SECONDS:
-            log.error("records cannot be written down: pushes are refused", extra={"error": why})
+            said = partial(log.error, "records cannot be written down: pushes are refused", extra={"error": why})
+            self._untold.append(said)
             self._complained, self._complained_at = True, now
-        if healthy != self._healthy:
-            self._healthy = healthy
-            self._on_health(healthy)
+        if healthy != self.healthy:
+            self.healthy = healthy
+            self._untold.append(self._on_health)
 
 
 class SegmentReader:

@@ -49,7 +49,7 @@ class Shard:
             ServerSettings(lease_seconds=HOUR, data_dir=directory, **{"snapshot_seconds": HOUR, **options}),
             torch.device("cpu"),
             Metrics(),
-            self.said.append,
+            lambda: self.said.append(self.engine.durability.is_healthy),
         )
 
     def __enter__(self) -> shard.Shard:

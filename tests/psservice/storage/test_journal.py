@@ -1,7 +1,9 @@
 """The journal: what was appended is read back, and what was not is not."""
 
+import contextlib
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -131,7 +133,7 @@ class FullDisk:
 def test_a_full_disk_refuses_the_record_and_takes_the_next_when_there_is_room(room, tmp_path_factory):
     directory = tmp_path_factory.mktemp("journal")
     said = []
-    journal = Journal(MACHINE, directory, 1, "never", 1.0, said.append)
+    journal = Journal(MACHINE, directory, 1, "never", 1.0, lambda: said.append(journal.healthy))
     journal.append(1, body(b"before"))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "writev", FullDisk(room))
@@ -148,10 +150,7 @@ def test_a_full_disk_refuses_the_record_and_takes_the_next_when_there_is_room(ro
 def test_after_a_failed_fsync_nothing_is_acknowledged_any_more(tmp_path, monkeypatch):
     journal = Journal(MACHINE, tmp_path, 1, "always", 1.0)
 
-    def failing(descriptor):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(os, "fdatasync", failing)
+    monkeypatch.setattr(os, "fdatasync", failing_sync)
     journal.append(1, body(b"x"))
     assert not journal.broken
     with pytest.raises(StorageError, match="restart"):
@@ -160,6 +159,64 @@ def test_after_a_failed_fsync_nothing_is_acknowledged_any_more(tmp_path, monkeyp
     with pytest.raises(StorageError, match="restart"):
         journal.append(2, body(b"y"))
     journal.close()
+
+
+def failing_sync(descriptor):
+    raise OSError(5, "Input/output error")
+
+
+class Listener:
+    """Notes each change of health, and whether another thread can use the journal meanwhile."""
+
+    journal: Journal
+
+    def __init__(self) -> None:
+        self.healthy, self.was_free = [], []
+
+    def __call__(self, *_) -> None:
+        self.healthy.append(self.journal.healthy)
+        other = threading.Thread(target=self._use, daemon=True)
+        other.start()
+        other.join(10)
+        self.was_free.append(not other.is_alive())
+
+    def _use(self) -> None:
+        for use in (lambda: self.journal.append(3, body(b"meanwhile")), self.journal.force):
+            with contextlib.suppress(StorageError):
+                use()
+
+
+@pytest.mark.parametrize("use", ["wait", "rotate", "close", "interval"])
+def test_whoever_is_told_of_a_failed_fsync_finds_the_journal_free(tmp_path, monkeypatch, use):
+    listener = Listener()
+    journal = listener.journal = Journal(
+        MACHINE, tmp_path, 1, "interval" if use == "interval" else "always", 0.01, listener
+    )
+    journal.append(1, body(b"x"))
+    monkeypatch.setattr(os, "fdatasync", failing_sync)
+    if use == "interval":
+        journal.append(1, body(b"y"))
+        end = time.monotonic() + 30
+        while not listener.was_free and time.monotonic() < end:
+            time.sleep(0.01)
+    else:
+        with contextlib.suppress(StorageError):
+            getattr(journal, use)()
+    if use != "close":
+        journal.close()
+    assert (listener.healthy, listener.was_free) == ([False], [True])
+
+
+def test_whoever_is_told_of_a_full_disk_and_of_its_end_finds_the_journal_free(tmp_path):
+    listener = Listener()
+    journal = listener.journal = Journal(MACHINE, tmp_path, 1, "never", 1.0, listener)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "writev", FullDisk(0))
+        with pytest.raises(StorageError, match="free space"):
+            journal.append(2, body(b"refused"))
+    journal.append(3, body(b"after"))
+    journal.close()
+    assert (listener.healthy, listener.was_free) == ([False, True], [True, True])
 
 
 def test_one_fsync_serves_all_that_wait(tmp_path, monkeypatch):
