@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from psclient.errors import ConfigurationError, ModelChangedError
-from psclient.model.requirements import require_whole
+from psclient.model.requirements import require_own_memory, require_whole
 from psclient.model.wrappers import plain_modules, plain_name
 from pscore.model.layout import ModelLayout, TensorSpec, digest_of, layout_of
 from pscore.names import tensor_name_fault
@@ -191,6 +191,7 @@ def describe(
         buffers=NamedBuffers([(spec, place) for spec, (_, place) in zip(layout.buffers, buffers, strict=True)]),
         module=model,
     )
+    require_own_memory(named, frozen, tensors)
     found.refuse_shared()
     return found
 

@@ -16,6 +16,7 @@ from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 
 from psclient.errors import ModelChangedError
+from psclient.model.memory import first_shared
 from psclient.model.module import edits_of
 from psclient.model.scatter import scatter
 from pscore.model.layout import ModelLayout, Span
@@ -96,6 +97,7 @@ class Replica:
         """Yield the positions of parameters with other memory than they had; each is adopted before the next."""
         if _places_of(self.parameters) == self._places:
             return
+        self._require_own_memory()
         for position, (parameter, known) in enumerate(zip(self.parameters, self._known, strict=True)):
             alike = parameter.dtype is known.dtype
             if alike and parameter.data_ptr() == known.data_ptr() and parameter.stride() == known.stride():
@@ -108,6 +110,19 @@ class Replica:
                 )
             yield position
         self._places = _places_of(self._known)
+
+    def _require_own_memory(self) -> None:
+        """Raise :class:`ModelChangedError` if two parameters were given the same memory since the last look."""
+        pair = first_shared(self.parameters, written=len(self.parameters))
+        if pair is not None:
+            one, other = (self.layout.parameters[position].name for position in pair)
+            raise ModelChangedError(
+                other,
+                f"was given the memory of {one!r} after the optimizer was made: each would be trained by itself, over "
+                "the other",
+                "tie parameters before, by letting both modules have one Parameter, or give each its own memory with "
+                ".clone()",
+            )
 
     def _adopt(self, position: int) -> None:
         """Make a parameter's memory of now the known one."""

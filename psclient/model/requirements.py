@@ -4,12 +4,13 @@ Each check looks at tensors and reads none: reading a parameter of which this pr
 which it would wait for the others.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from psclient.errors import ConfigurationError
+from psclient.model.memory import first_shared, repeats
 
 
 def require_whole(named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -31,3 +32,49 @@ def require_whole(named: Iterable[tuple[str, torch.Tensor]]) -> None:
             "DistributedDataParallel and psclient.NodeOptimizer, or freeze the base and train adapters "
             "(docs/nodes.md, Models that are sharded)"
         )
+
+
+Named = Sequence[tuple[str, torch.Tensor]]
+
+
+def require_own_memory(parameters: Named, frozen: Named, buffers: Named) -> None:
+    """Raise :class:`ConfigurationError` if a trained parameter has an element in common with another tensor.
+
+    Each would be trained by itself, and written over the other.
+    """
+    for name, parameter in parameters:
+        if repeats(parameter):
+            raise ConfigurationError(
+                f"several elements of {name!r} are one in memory (expand(), say), so it cannot be trained; give it "
+                "memory of its own with .clone()"
+            )
+    named = [*parameters, *frozen, *buffers]
+    pair = first_shared([tensor for _, tensor in named], written=len(parameters))
+    if pair is None:
+        return
+    (one, first), (other, second) = named[pair[0]], named[pair[1]]
+    if pair[1] >= len(parameters) + len(frozen):
+        raise ConfigurationError(
+            f"buffer {other!r} lies in the memory of parameter {one!r}, and the server, which averages buffers, would "
+            "write over the parameter; register it with persistent=False, or give it memory of its own with .clone()"
+        )
+    raise ConfigurationError(_shared_fault(one, first, other, second))
+
+
+def _shared_fault(one: str, first: torch.Tensor, other: str, second: torch.Tensor) -> str:
+    """Say that two parameters lie in the same memory, and what to do."""
+    are_equal = (first.data_ptr(), first.shape, first.stride(), first.dtype) == (
+        second.data_ptr(),
+        second.shape,
+        second.stride(),
+        second.dtype,
+    )
+    tie = (
+        "To tie them, let both modules have one Parameter (module.weight = other.weight) before the optimizer is made"
+        if are_equal
+        else "Compute one from the other in forward() (weight.t(), weight[:n])"
+    )
+    return (
+        f"{other!r} and {one!r} are two parameters in the same memory (nn.Parameter(other.data), .data = or a view): "
+        f"each would be trained by itself, over the other. {tie}, or give one memory of its own with .clone()"
+    )
