@@ -117,6 +117,11 @@ class Durability:
         replayer.extend_changelog()
         if self._settings.fsync != "never":  # the next segment's promise is for what is served from now on, old or new
             source.sync()
+        if source.is_copy:
+            log.warning(
+                "the data directory is a copy: a new history begins, and each worker pulls the whole model once",
+                extra={"path": str(self._dir.path), "version": replayer.model.version},
+            )
         new_history = not source.is_complete
         if new_history:  # versions that workers have seen may be gone: the same numbers will mean other values
             replayer.model.generation = sibling_generation(manifest.generation)

@@ -1,11 +1,13 @@
 """Every file call below a data directory, so that a simulator can pass a disk of its own."""
 
+import ctypes
 import fcntl
 import os
+import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -15,10 +17,33 @@ from pscore.model.modelfile import save
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MOST_PARTS = 512  # of one writev; Linux takes 1024
+_STATX_BTIME = 0x800
+_STATX = struct.Struct("<I76xqI")  # mask, and the seconds and nanoseconds of the birth
+_STATX_BYTES = 256
+_AT_FDCWD = -100
 
 
 class StorageError(Exception):
     """The data directory cannot be used as it is; the message names the file and the next step."""
+
+
+class Place(NamedTuple):
+    """Which file a name stands for: a copy of the file has another place, the same file after a reboot has not.
+
+    Attributes:
+        inode: 0 where it is not known.
+        born_nanoseconds: when the file was created, Unix time; 0 where the file system does not say.
+    """
+
+    inode: int = 0
+    born_nanoseconds: int = 0
+
+    def is_another(self, other: "Place") -> bool:
+        """Tell whether these are two files, as far as both places are known."""
+        return any(mine and theirs and mine != theirs for mine, theirs in zip(self, other, strict=True))
+
+
+UNKNOWN_PLACE = Place()
 
 
 class OpenFile:
@@ -122,6 +147,10 @@ class Files:
         finally:
             os.close(descriptor)
 
+    def place(self, path: Path) -> Place:
+        """Return which file this is."""
+        return Place(path.stat().st_ino, _birth_nanoseconds(path))
+
     def boot_id(self) -> str:
         """Return a value that changes when the machine is started anew; empty where that is not known."""
         try:
@@ -131,6 +160,17 @@ class Files:
 
 
 DISK = Files()
+
+
+def _birth_nanoseconds(path: Path) -> int:
+    """Return when a file was created, which no program can set; 0 where file system or C library do not say."""
+    found = ctypes.create_string_buffer(_STATX_BYTES)
+    try:
+        failed = ctypes.CDLL(None).statx(_AT_FDCWD, os.fsencode(path), 0, _STATX_BTIME, found)
+    except (AttributeError, OSError):
+        return 0
+    mask, seconds, nanoseconds = _STATX.unpack_from(found)
+    return 0 if failed or not mask & _STATX_BTIME else seconds * 1_000_000_000 + nanoseconds
 
 
 def discard(files: Files, path: Path) -> None:

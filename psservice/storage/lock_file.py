@@ -4,6 +4,9 @@ The journal alone cannot tell an unfinished record from one that was cut off, an
 the lock names the least that must be there. One ``pwrite`` of fewer bytes than a sector changes the file, so the death
 of a process leaves the old content or the new one. Not every change is forced to the disk: after the death of the
 machine the file may be older than the journal, and then asks for less.
+
+The file also names its own place on the disk. A copy has another place, which is how a start notices that the directory
+is a copy: the server of the original may have gone on after the copy was made.
 """
 
 import struct
@@ -14,11 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from psservice.storage.files import Files, StorageError
+from psservice.storage.files import UNKNOWN_PLACE, Files, Place, StorageError
 
 LOCK_NAME = "lock"
-_MAGIC = b"SPSLOCK2"
-_FORM = struct.Struct("<8s36s8sQQQQQ?")
+_MAGIC = b"SPSLOCK3"
+_FORM = struct.Struct("<8s36s8sQQQQQ?QQ")
 _CRC = struct.Struct("<I")
 
 
@@ -35,6 +38,7 @@ class Watermark:
         snapshot: segment in the name of the newest snapshot; 0 for none.
         generation: of the model in it.
         clean: whether that snapshot was the last act of a life that was told to stop, and no life has begun since.
+        place: of the lock file in which this was written.
     """
 
     boot_id: str = ""
@@ -45,10 +49,11 @@ class Watermark:
     snapshot: int = 0
     generation: int = 0
     clean: bool = False
+    place: Place = UNKNOWN_PLACE
 
     def to_bytes(self) -> bytes:
         """Return the file's content."""
-        counts = self.segment, self.appended, self.durable, self.snapshot, self.generation, self.clean
+        counts = self.segment, self.appended, self.durable, self.snapshot, self.generation, self.clean, *self.place
         data = _FORM.pack(_MAGIC, self.boot_id.encode(), self.fsync.encode(), *counts)
         return data + _CRC.pack(zlib.crc32(data))
 
@@ -58,8 +63,9 @@ class Watermark:
         form, crc = data[: _FORM.size], data[_FORM.size :]
         if len(form) != _FORM.size or crc != _CRC.pack(zlib.crc32(form)) or not form.startswith(_MAGIC):
             return None
-        _, boot_id, fsync, *counts = _FORM.unpack(form)
-        return cls(boot_id.rstrip(b"\0").decode(), fsync.rstrip(b"\0").decode(), *counts)
+        _, boot_id, fsync, segment, appended, durable, snapshot, generation, clean, *place = _FORM.unpack(form)
+        boot_id, fsync = (each.rstrip(b"\0").decode() for each in (boot_id, fsync))
+        return cls(boot_id, fsync, segment, appended, durable, snapshot, generation, clean, Place(*place))
 
 
 def read_watermark(directory: Path, files: Files) -> Watermark | None:
@@ -69,6 +75,11 @@ def read_watermark(directory: Path, files: Files) -> Watermark | None:
             return Watermark.from_bytes(file.read())
     except OSError:
         return None
+
+
+def is_copy(directory: Path, files: Files, watermark: Watermark) -> bool:
+    """Tell whether a directory is a copy of the one in which the watermark was written."""
+    return watermark.place.is_another(files.place(directory / LOCK_NAME))
 
 
 class LockFile:
@@ -97,7 +108,7 @@ class LockFile:
     def begin(self, watermark: Watermark) -> None:
         """Write the first watermark of this process, and force it to the disk; raises ``OSError``."""
         with self._writing:
-            self._write(watermark)
+            self._write(replace(watermark, place=self._files.place(self._directory / LOCK_NAME)))
             self._file.sync()
             self._files.sync(self._directory)
             for parent in self._directory.parents[:2]:  # a directory is as durable as its name in the one above

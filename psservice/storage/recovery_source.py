@@ -8,7 +8,7 @@ from psservice.storage import snapshots
 from psservice.storage.files import DISK, Files, StorageError
 from psservice.storage.journal import SegmentReader, segment_numbers, segment_path
 from psservice.storage.journal_format import DamagedError, Record
-from psservice.storage.lock_file import LOCK_NAME, Watermark, read_watermark
+from psservice.storage.lock_file import LOCK_NAME, Watermark, is_copy, read_watermark
 from psservice.storage.snapshots import Snapshot
 
 log = logging.getLogger(__name__)
@@ -22,6 +22,7 @@ class RecoverySource:
         watermark: the position in the journal that was acknowledged: less is an error. An empty one checks nothing.
         strict: whether damage is an error; else reading ends there (``--recover last-good``).
         repair: whether a torn tail is cut off its file; a reader beside a running server must not.
+        is_copy: whether the directory is a copy of the one that the watermark speaks of.
 
     Attributes:
         tensors: the snapshot's.
@@ -40,13 +41,18 @@ class RecoverySource:
         *,
         strict: bool = True,
         repair: bool = False,
+        is_copy: bool = False,
     ) -> None:
+        self.is_copy = is_copy
         self._files, self._journal = files, directory / "journal"
         self.snapshot, self.tensors = snapshot, snapshot.read()
         self._watermark, self._strict, self._repair = watermark, strict, repair
         self.lost = False
         self._same_boot = bool(watermark.boot_id) and watermark.boot_id == files.boot_id()
         self._bytes_required = watermark.appended if self._same_boot else watermark.durable  # of the newest segment
+        # A copy that was made while the server ran may have the lock of a later moment than the journal. One that was
+        # made of a stopped server's directory must be whole.
+        self._is_hot_copy = is_copy and not watermark.clean
         self._reading: SegmentReader | None = None
         self._damaged: SegmentReader | None = None
         numbers = [(each.manifest.segment, each.manifest.generation) for each in kept]
@@ -68,7 +74,7 @@ class RecoverySource:
         """Whether every version that a worker ever saw is still there, so that the history goes on."""
         first, last = self.snapshot.manifest.segment, max(segment_numbers(self._files, self._journal), default=0)
         newest = max(snapshots.newest_number(self._files, self.snapshot.path.parent), self._watermark.snapshot)
-        if self.lost or newest > max(first, last):
+        if self.lost or self.is_copy or newest > max(first, last):
             return False
         untouched = self._watermark.clean and self._watermark.snapshot == first
         return untouched or self._same_boot or self._watermark.fsync == "always"
@@ -76,7 +82,8 @@ class RecoverySource:
     def records(self) -> Iterator[Record]:
         """Yield the records behind the snapshot, in order; raises :class:`DamagedError` if strict."""
         there = self._segments()
-        must_reach = self._watermark.segment if self._bytes_required and self.until is None else 0
+        is_required = self._bytes_required and self.until is None and not self._is_hot_copy
+        must_reach = self._watermark.segment if is_required else 0
         last = max([must_reach, *there])
         for number in range(self.snapshot.manifest.segment, last + 1):
             segment = self._reading = SegmentReader(segment_path(self._journal, number), self._files)
@@ -85,7 +92,9 @@ class RecoverySource:
                     raise DamagedError(segment.path, 0, "this segment is missing")
                 yield from segment.records()
                 missing = self._bytes_required - segment.valid_bytes
-                if number == self._watermark.segment and missing > 0:
+                if number == self._watermark.segment and missing > 0 and self._is_hot_copy:
+                    log.warning("the copy ends before the lock", extra={"file": str(segment.path), "bytes": missing})
+                elif number == self._watermark.segment and missing > 0:
                     why = f"{segment.torn or 'it ends'}, and {missing} more bytes were acknowledged"
                     raise DamagedError(segment.path, segment.valid_bytes, why)
                 if segment.torn is not None and number != last:
@@ -137,7 +146,9 @@ class RecoverySource:
     def _drop_tail(self, segment: SegmentReader) -> None:
         """Drop the bytes behind the last whole record; a file without a whole head is removed."""
         where = {"file": str(segment.path), "offset": segment.valid_bytes, "why": segment.torn}
-        if self._same_boot:
+        if self._is_hot_copy:
+            log.warning("the copy ends inside a record, which is dropped", extra=where)
+        elif self._same_boot:
             log.warning("the journal ends in a record that was never acknowledged; it is dropped", extra=where)
         else:
             log.error(
@@ -163,12 +174,20 @@ def newest_source(
     or a damaged snapshot began another generation.
     """
     watermark = read_watermark(directory, files)  # first: while a server runs, the files only ever have more than that
+    copied = watermark is not None and is_copy(directory, files, watermark)
     where = directory / "snapshots"
     kept = snapshots.readable(files, where)
     for snapshot in reversed(kept):
         try:
             source = RecoverySource(
-                directory, files, kept, snapshot, watermark or Watermark(), strict=strict, repair=repair
+                directory,
+                files,
+                kept,
+                snapshot,
+                watermark or Watermark(),
+                strict=strict,
+                repair=repair,
+                is_copy=copied,
             )
             break
         except StorageError as error:

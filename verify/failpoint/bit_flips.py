@@ -8,7 +8,6 @@ same can be had from another.
 """
 
 import random
-import shutil
 import threading
 import time
 import uuid
@@ -26,6 +25,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from verify.client import wire
 from verify.client.caller import Caller
 from verify.cluster.servers import Servers, StartFailedError
+from verify.failpoint.copies import image
 from verify.failpoint.damage import Flip, draw
 from verify.model.reference import judge
 from verify.plan import Plan, Result, Trial
@@ -216,8 +216,8 @@ def _last_pushes(entries: list[book.Entry]) -> list[tuple[wire.Push, int]]:
 
 
 def _copy(servers: Servers, directory: Path) -> Servers:
-    """Return servers of a copy of a data directory, not started."""
-    shutil.copytree(servers.data_dir, directory / "data")
+    """Return servers of an image of a data directory, not started."""
+    image(servers.data_dir, directory / "data")
     return Servers(1, directory / "data", directory, **_SETTINGS)
 
 

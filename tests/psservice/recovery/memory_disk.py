@@ -5,7 +5,7 @@ import io
 
 import safetensors.torch
 
-from psservice.storage.files import Files
+from psservice.storage.files import Files, Place
 
 SECTOR = 32  # smaller than any real one, so that records of a small model cross the borders of several
 
@@ -275,6 +275,9 @@ class MemoryDisk(Files):
 
     def sync(self, path):
         self.sync_node(self._find(path))
+
+    def place(self, path):
+        return Place(id(self._find(path)))
 
     def boot_id(self):
         return f"boot-{self.boots}"

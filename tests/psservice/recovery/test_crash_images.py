@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import zlib
 
 import pytest
@@ -19,6 +18,7 @@ from psservice.storage.manifest import Manifest
 from tests.psservice.recovery.test_recovery import Shard, after_a_crash, assert_same, begin, send
 from tests.psservice.service_makers import bits, sparse_push
 from tests.psservice.shard_makers import present, theta
+from verify.failpoint.copies import image
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_a_segment_that_was_just_created_stops_nobody(directory):
         segment_path(journal_of(copy), last + 1).touch()  # died between creating the file and writing its head
     with Shard(copy) as again:
         send(again, 2, sparse_push(again.span, 0.5, 2))
-        shutil.copytree(copy, directory.with_name("third"))
+        image(copy, directory.with_name("third"))
         with Shard(directory.with_name("third")) as third:
             assert_same(third, again)
 
@@ -95,7 +95,7 @@ def test_versions_behind_a_damaged_snapshot_that_no_journal_reaches_begin_a_new_
         generation = present(shard)
         send(shard, 2, sparse_push(shard.span, 0.5, 2))
         again = copy.with_name("again")
-        shutil.copytree(copy, again)
+        image(copy, again)
     (max((again / "shard-0-of-1" / "snapshots").iterdir()) / file).write_bytes(b"")
     with Shard(again, durability="journal") as third:
         assert third.model.version == 1
@@ -116,7 +116,7 @@ def test_a_push_that_was_refused_is_refused_again_by_the_next(directory):
             assert_same(again, shard)
             send(again, 4, sparse_push(again.span, 0.5, 4))
             third = directory.with_name("third")
-            shutil.copytree(copy, third)
+            image(copy, third)
             with Shard(third) as last:
                 assert_same(last, again)
 
@@ -175,9 +175,9 @@ def test_lives_may_differ_in_how_they_keep(modes, stopped, directory):
             send(shard, number, sparse_push(shard.span, 0.5, number))
             if mode == "snapshot" and not stopped:
                 shard.durability.take()
-            former, image = bits(theta(shard)), directory.with_name(f"image{number}")
-            shutil.copytree(directory, image)
-        directory = directory if stopped else image
+            former, behind = bits(theta(shard)), directory.with_name(f"image{number}")
+            image(directory, behind)
+        directory = directory if stopped else behind
     with Shard(directory, durability="journal") as last:
         assert bits(theta(last)) == former
 
@@ -236,7 +236,7 @@ def test_a_server_that_died_before_its_first_segment_leaves_no_gap(directory, mo
     with Shard(copy) as shard:
         send(shard, 1, sparse_push(shard.span, 0.5, 1))
         third = copy.with_name("third")
-        shutil.copytree(copy, third)
+        image(copy, third)
         with Shard(third) as again:
             assert_same(again, shard)
 
@@ -249,7 +249,7 @@ def test_a_record_that_does_not_follow_is_refused_and_last_good_goes_back_before
         with Shard(copy) as shard:
             send(shard, step, sparse_push(shard.span, 0.5, step))
             following = copy.with_name(f"life{step}")
-            shutil.copytree(copy, following)
+            image(copy, following)
         copy = following
     second = segment_path(journal_of(copy), segment_numbers(DISK, journal_of(copy))[-2])
     os.truncate(second, 20)  # cut behind its head: exactly between two records

@@ -1,7 +1,6 @@
 """What an engine had promised where it died at an unlucky moment, and what the next one keeps of it."""
 
 import os
-import shutil
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from tests.psservice.recovery.test_recovery import LAYOUT, Shard, after_a_crash,
 from tests.psservice.service_makers import sparse_push
 from tests.psservice.shard_makers import ANNA, BERT, join, present, reason_of
 from tests.system.tools import wait_until
+from verify.failpoint.copies import image
 
 
 @pytest.fixture
@@ -66,14 +66,14 @@ def test_a_run_that_ended_as_the_server_died_is_ended_by_the_next(directory, mon
         send(engine, 1, sparse_push(engine.span, 0.5, 1))
         before = directory.with_name("before")
         with monkeypatch.context() as dying:
-            dying.setattr(lifecycle, "_end", lambda shard: shutil.copytree(directory, before))
+            dying.setattr(lifecycle, "_end", lambda shard: image(directory, before))
             send(engine, 2, sparse_push(engine.span, 0.5, 2))
     with Shard(before, **options) as again:
         assert (again.run.state, again.model.version) == (RunState.FINISHED, 2)
         assert finish(again) == str(options["final_model"])
         options["final_model"].write_bytes(b"of another run")  # as if it had died before that was written
         behind = directory.with_name("behind")
-        shutil.copytree(before, behind)
+        image(before, behind)
     with Shard(behind, **options) as third:
         assert finish(third) == str(options["final_model"])
         assert modelfile.read_metadata(options["final_model"])["version"] == "2"

@@ -22,6 +22,7 @@ from tests.psservice.recovery.test_recovery import (
 )
 from tests.psservice.service_makers import bits, sparse_push
 from tests.psservice.shard_makers import BERT, join, present, serving_shards
+from verify.failpoint.copies import image
 
 
 @pytest.fixture
@@ -113,7 +114,7 @@ def test_a_torn_tail_after_a_power_cut_begins_a_new_history(directory, monkeypat
         copy, generation = after_a_crash(directory), present(shard)
     path = newest_segment(copy)
     whole = copy.with_name("whole")
-    shutil.copytree(copy, whole)
+    image(copy, whole)
     with path.open("ab") as file:
         file.write(path.read_bytes()[20:60])
     monkeypatch.setattr("psservice.storage.files.Files.boot_id", lambda _: "another")
@@ -155,7 +156,7 @@ def test_the_newest_of_several_segments_that_is_gone_is_refused_by_name(director
     with Shard(copy) as shard:  # begins a segment behind that of the life before
         send(shard, 1, sparse_push(shard.span, 0.5, 1))
         third = copy.with_name("third")
-        shutil.copytree(copy, third)
+        image(copy, third)
     path = newest_segment(third)
     path.unlink()
     with pytest.raises(StorageError, match=path.name):
@@ -172,7 +173,7 @@ def test_a_segment_in_the_middle_that_is_gone_is_refused_by_name(directory):
             join(shard, LAYOUT, BERT)
             leave(shard, BERT)
             following = copy.with_name(f"life{life}")
-            shutil.copytree(copy, following)
+            image(copy, following)
         copy = following
     path = segment_path(folder(copy) / "journal", first + 1)
     path.unlink()
@@ -272,7 +273,7 @@ def test_another_number_of_shards_does_not_begin_empty_beside_what_is_kept(first
         Shard(directory, num_shards=then)
     assert not (directory / f"shard-0-of-{then}").exists()
     old = directory.with_name("old")
-    shutil.copytree(directory, old)
+    image(directory, old)
     with Shard(directory, num_shards=then, init=old) as shard:
         assert shard.model is None  # until the first worker has said what the model is
     with pytest.raises(StorageError, match=f"--num-shards {first}.*--init"):

@@ -1,7 +1,6 @@
 """A shard begun again from its data directory is the one that died: parameters, versions, identities, buffers."""
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -30,6 +29,7 @@ from psservice.wire.push_stream import read_all, read_push
 from tests.psservice.service_makers import BF16, F16, F32, bits, layout_of, sparse_push
 from tests.psservice.shard_makers import ANNA, BERT, HOUR, join, present, pull, push, reason_of, theta, upload
 from tests.system.tools import wait_until
+from verify.failpoint.copies import image
 
 BUFFERS = (TensorSpec("mean", (3,), F32), TensorSpec("half", (2,), F16), TensorSpec("count", (), torch.int64))
 LAYOUT = layout_of((60, F32), (30, BF16), (30, F16), buffers=BUFFERS)
@@ -96,7 +96,7 @@ def send(shard, step, segment, who=ANNA, **options):
 def after_a_crash(directory: Path) -> Path:
     """What the disk holds at this moment, for another server to begin from."""
     copy = directory.with_name(f"{directory.name}-after")
-    shutil.copytree(directory, copy)
+    image(directory, copy)
     return copy
 
 

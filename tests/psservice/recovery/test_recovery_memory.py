@@ -12,6 +12,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.psservice.recovery.test_recovery import Shard, after_a_crash, send
 from tests.psservice.service_makers import F32, layout_of, sparse_push
 from tests.psservice.shard_makers import ANNA, join, upload
+from verify.failpoint.copies import image
 
 LAYOUT = layout_of((400_000, F32))
 PUSHES, DENSITY = 300, 0.5
@@ -43,7 +44,7 @@ def test_a_long_journal_before_the_snapshot_takes_no_memory_to_begin_from(tmp_pa
         engine.durability.take()
         long = after_a_crash(tmp_path / "live")
     short = tmp_path / "short"
-    shutil.copytree(long, short)
+    image(long, short)
     shard = short / "shard-0-of-1"
     shutil.rmtree(shard / first.path.relative_to(first.path.parents[1]))
     (shard / "journal" / f"{first.manifest.segment:012d}.journal").unlink()

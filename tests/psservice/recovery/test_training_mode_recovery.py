@@ -1,7 +1,6 @@
 """A shard with a memory (optimizer state, an open round, past values) comes back with it, to the last bit."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from psservice.shard.model_install import roll_back
 from tests.psservice.recovery.test_recovery import LAYOUT, START, Shard, after_a_crash, send, values
 from tests.psservice.service_makers import bits, sparse_push
 from tests.psservice.shard_makers import ANNA, BERT, UPLOAD, join, theta, upload
+from verify.failpoint.copies import image
 
 ADAM = {"update": "torch", "optimizer": json.dumps({"name": "Adam", "options": {"lr": 0.01}})}
 RMSPROP = {
@@ -214,6 +214,6 @@ def test_what_compensation_has_made_is_the_same_under_another_setting(name, othe
         play(again, script, method_settings, steps)
         made = bits(theta(again))
         third = copy.with_name("third")
-        shutil.copytree(copy, third)
+        image(copy, third)
     with Shard(third, **options) as last:
         assert bits(theta(last)) == made
