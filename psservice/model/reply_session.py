@@ -31,6 +31,10 @@ _PENDING_ENTRY_BYTES = 24
 """Of a top-k reply that is kept until it is acknowledged: as selected, as written, and as it is added to the image."""
 
 
+_KEPT_ENTRY_BYTES = 12
+"""Of a reply that ends an image, as it is written, at most: it is kept until it is acknowledged."""
+
+
 class ReplyMode(Enum):
     """The meaning of a reply's entries: values to write, or fp32 differences to add."""
 
@@ -81,17 +85,23 @@ class Reply:
     messages: ReplyMessages
 
 
-@dataclass(slots=True)
-class _Pending:
-    """A reply whose acknowledgement changes what the server keeps.
+@dataclass(frozen=True, slots=True)
+class _Proposal:
+    """An exact reply whose acknowledgement opens an image. Its bytes are not kept: it is never repeated."""
 
-    The ``added`` entries of a top-k reply are added to the image. An exact reply opens ``image``, or ends the present
-    one where that is ``None``.
+    number: int
+    image: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A reply that is repeated until it is acknowledged, and that changes the image then.
+
+    The ``added`` entries of a top-k reply are added to the image; an exact reply, which has none, ends the image.
     """
 
     reply: Reply
     prior: int  # the acknowledgement that came with the pull it answers
-    image: torch.Tensor | None = None
     added: Entries | None = None
 
 
@@ -104,7 +114,7 @@ class ReplySession:
 
     rule: ReplyRule
     image: torch.Tensor | None = None
-    pending: _Pending | None = None
+    pending: _Pending | _Proposal | None = None
     selection: DifferenceSelection | None = None
     room: int = 0  # entries of a pending reply that the image's memory is counted with
     number: int = field(default_factory=lambda: secrets.randbits(48))  # of the last reply
@@ -121,22 +131,18 @@ class ReplySession:
     def acknowledge(self, acknowledged: int) -> Reply | None:
         """Apply an acknowledgement; return a reply that must be repeated, or ``None`` to make a new one."""
         pending, self.pending = self.pending, None
-        if pending is None:
-            return None
-        if acknowledged == pending.reply.number:
-            if pending.reply.mode is ReplyMode.TOPK:
-                assert self.image is not None
-                assert pending.added is not None
-                add_at(self.image, *pending.added)
-            elif pending.image is not None:
+        if isinstance(pending, _Proposal):
+            if acknowledged == pending.number:
                 self.image = pending.image
-            else:
-                self.drop_image()
-        elif pending.image is None:
+        elif pending is not None:
             if acknowledged == pending.prior:
                 self.pending = pending
                 return pending.reply
-            self.drop_image()
+            if acknowledged == pending.reply.number and pending.added is not None:
+                assert self.image is not None
+                add_at(self.image, *pending.added)
+            else:
+                self.drop_image()
         return None
 
     def drop_image(self) -> None:
@@ -197,7 +203,7 @@ class ReplyMaker:
             image = self.topk.images.make(4 * size + _PENDING_ENTRY_BYTES * session.room, rounded)
         reply = self._reply(ReplyMode.EXACT, shared.version, shared.entries, shared.messages, image=image is not None)
         if image is not None:
-            session.pending = _Pending(reply, self.request.acknowledged, image)
+            session.pending = _Proposal(reply.number, image)
         return reply
 
     def _is_of_pushes(self, base: int) -> bool:
@@ -212,6 +218,9 @@ class ReplyMaker:
         density = None if most is None else most / self.model.span.length
         make = self._topk if self._wants_topk(density, in_topk=True) and self._has_room(image) else self._closing
         pending = make(image, 1.0 if density is None else density)
+        if pending is None:
+            self.session.drop_image()
+            return self._exact(None)
         self.session.pending = pending
         return pending.reply
 
@@ -239,8 +248,8 @@ class ReplyMaker:
         selection = session.selection
         assert selection is not None
         self.reserve(selection.nbytes(model))
-        version, taken = selection.select(model, image)
-        chunks, arrived = [], taken.values
+        selected = selection.select(model, image)
+        taken, chunks, arrived = selected.taken, [], selected.taken.values
         if taken.offsets.numel():
             form, entries = self.topk.form(self.form), SparseSlice(model.span, *taken)
             if self.topk.density >= 1:
@@ -250,19 +259,23 @@ class ReplyMaker:
             encoded = list(frames.encode(entries, form, chunk_bytes=self.topk.chunk_bytes))
             arrived = torch.cat([piece.decoded for piece in encoded]).to(taken.values.device)
             chunks = [piece.chunk for piece in encoded]
-            selection.sent(taken, arrived)
         messages = ReplyMessages(chunks, self.form, self.topk.chunk_bytes)
-        reply = self._reply(ReplyMode.TOPK, version, arrived.numel(), messages, changed_density, image=True)
+        reply = self._reply(ReplyMode.TOPK, selected.version, arrived.numel(), messages, changed_density, image=True)
+        selection.commit(selected, taken, arrived)  # nothing can fail any more: the reply is pending from here on
         return _Pending(reply, self.request.acknowledged, added=(taken.offsets, arrived))
 
-    def _closing(self, image: torch.Tensor, changed_density: float) -> _Pending:
+    def _closing(self, image: torch.Tensor, changed_density: float) -> _Pending | None:
+        """Send all differences from the image; ``None`` if the images have no room for a reply that is kept."""
         model, size = self.model, self.model.span.length
         self.reserve(9 * size)  # the values, those rounded, and where they differ
         exact = ExactReplies(model, self.apply_thread, self.topk.chunk_bytes, self.reserve)
         whole = exact.whole()
         rounded = model.rounded(whole.values)
         differs = rounded.view(torch.int32) != image.view(torch.int32)  # bits, so that −0 is not taken for +0
-        self.reserve(SPARSE_ENTRY_BYTES * int(differs.sum()))
+        count = int(differs.sum())
+        if not self.topk.images.extend(image, _KEPT_ENTRY_BYTES * count):
+            return None
+        self.reserve(SPARSE_ENTRY_BYTES * count)
         offsets = differs.nonzero().view(-1)
         slices = [SparseSlice(model.span, offsets, rounded[offsets])]
         shared = exact.reply(whole.position, whole.version, slices, self.form)

@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pscore.model.layout import ModelLayout, Span
@@ -175,17 +176,23 @@ class Table:
         self.entries = int((self.ks + deviation(self.ks, CHANCE)).sum()) + len(rows)  # sent at most
         self.room = self.entries + int(self._rooms.max(initial=0))
 
-    def select(self, theta: torch.Tensor, image: torch.Tensor, among: torch.Tensor | None) -> Taken:
-        """Select by the compiled loop; ``among`` has offsets that cover every entry that may exceed its bound."""
+    def select(
+        self, theta: torch.Tensor, image: torch.Tensor, among: torch.Tensor | None
+    ) -> tuple[Taken, npt.NDArray[np.float32]]:
+        """Select by the compiled loop; return the entries, and the bounds once these have been sent.
+
+        ``among`` has offsets that cover every entry that may exceed its bound.
+        """
+        bounds = self.bounds.copy()
         offsets, values = np.empty(self.room, np.int64), np.empty(self.room, np.float32)
         candidates = np.empty(0, np.int64) if among is None else among.long().numpy()
         count = reply_loops.select(
             theta.numpy(), image.numpy(), candidates, among is not None, self.starts, self.ends, self.ks,
-            self._rooms, self._samples, self.bounds, offsets, values,
+            self._rooms, self._samples, bounds, offsets, values,
         )  # fmt: skip
         offsets.resize(count, refcheck=False)  # frees the rest, and copies nothing
         values.resize(count, refcheck=False)
-        return Taken(torch.from_numpy(offsets), torch.from_numpy(values))
+        return Taken(torch.from_numpy(offsets), torch.from_numpy(values)), bounds
 
     def select_on_device(self, difference: torch.Tensor, kernels: DeviceKernels) -> Taken:
         """Select from a difference, which is used up, by one series of launches; return the entries on the host."""
@@ -219,9 +226,30 @@ class Table:
         return taken.offsets[(taken.values - arrived).abs() > bounds[tensors] / 2]
 
 
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """What a reply is made of.
+
+    Attributes:
+        version: is in the selection, and later changes perhaps too.
+        taken: the selected entries; their offsets count from the span's start.
+        seen: the change log, and its position before anything was read.
+        bounds: of a compiled selection, those above which nothing is left behind once the entries have been sent.
+    """
+
+    version: int
+    taken: Taken
+    seen: tuple[ChangeLog, int]
+    bounds: npt.NDArray[np.float32] | None
+
+
 @dataclass(slots=True)
 class DifferenceSelection:
-    """The state of one worker's image from reply to reply."""
+    """The state of one worker's image from reply to reply.
+
+    :meth:`select` changes nothing but hints. Only :meth:`commit`, when the reply has been made, counts the entries as
+    sent: a reply that is refused in between loses nothing.
+    """
 
     settings: TopKSettings
     """With which it was made: others need another selection."""
@@ -230,26 +258,30 @@ class DifferenceSelection:
     _seen: tuple[ChangeLog, int] | None = None
     _sent: tuple[Taken, torch.Tensor] | None = None
 
-    def select(self, model: ModelShard, image: torch.Tensor) -> tuple[int, Taken]:
-        """Select from ``theta − image``; return a version that is in the selection, and later changes perhaps too.
-
-        Each shard selects from its own part of a tensor that a border cuts; offsets count from the span's start.
-        """
+    def select(self, model: ModelShard, image: torch.Tensor) -> Selected:
+        """Select from ``theta − image``. Each shard selects from its own part of a tensor that a border cuts."""
         log = model.changelog
         position, version = log.appended, model.version  # before anything is read
-        table = self._table_of(model)
+        table, bounds = self._table_of(model), None
         if self._is_compiled(model.theta):
-            taken = table.select(model.theta, image, self._among(model))
+            taken, bounds = table.select(model.theta, image, self._among(model))
         elif self.settings.selector is warm and (kernels := self._on_device(model.theta.device)) is not None:
             taken = table.select_on_device(model.theta - image, kernels)
         else:
             taken = self._by_tensor(model.theta - image, table)
-        self._seen = log, position
-        return version, taken
+        return Selected(version, taken, (log, position), bounds)
 
-    def sent(self, taken: Taken, arrived: torch.Tensor) -> None:
-        """Note the values with which the selected entries have been sent: what is left of them is searched again."""
-        self._sent = taken, arrived
+    def commit(self, selected: Selected, taken: Taken, arrived: torch.Tensor) -> None:
+        """Count a selection as sent, in the entries ``taken`` with the values that ``arrived``.
+
+        What is left of them is searched again.
+        """
+        self._seen = selected.seen
+        if selected.bounds is not None:
+            assert self._table is not None
+            self._table.bounds = selected.bounds
+        if taken.offsets.numel():
+            self._sent = taken, arrived
 
     def nbytes(self, model: ModelShard) -> int:
         """Return the most bytes that a selection occupies, as a rule, with its result."""

@@ -126,6 +126,7 @@ class Link:
         self.rule = rule or Rule()
         self.downlink = ReplySession(self.rule)
         self.base, self.acknowledged, self.image = None, 0, False
+        self.reserve = lambda nbytes: None
 
     def reply(self, acknowledged=None, base_end=0):
         """Pull; return what the server has made."""
@@ -136,6 +137,7 @@ class Link:
             self.topk,
             PullRequest(self.base, self.acknowledged if acknowledged is None else acknowledged, self.image, base_end),
             frames.WireForm(),
+            self.reserve,
         ).answer()
 
     def ask(self, acknowledged=None, base_end=0):

@@ -64,7 +64,7 @@ def test_each_tensor_of_a_span_is_selected_from_by_itself(sizes, cut, density, d
             k = common.length if common.length < dense_below else max(1, math.floor(density * common.length))
             expected += [low + i for i in slow_top(part.tolist(), k)]
     selection = DifferenceSelection(TopKSettings(density, dense_below, SELECTORS["exact"]))
-    _, taken = selection.select(shard(a, layout, span), b)
+    taken = selection.select(shard(a, layout, span), b).taken
     assert taken.offsets.tolist() == expected
     assert torch.equal(taken.values, x[taken.offsets])
 
@@ -91,7 +91,8 @@ def test_among_what_changed_the_largest_are_found(sizes, history, selector, is_c
             theta[support] += torch.randn(support.numel(), generator=generator)
             log.append(log.appended + 1, support.int())
         with compiled(is_compiled):
-            _, taken = selection.select(shard(theta, layout, span, log), image)
+            selected = selection.select(shard(theta, layout, span, log), image)
+            taken = selected.taken
         difference = theta - image
         assert torch.equal(taken.values, difference[taken.offsets])
         assert bool((taken.offsets.diff() > 0).all())
@@ -106,7 +107,7 @@ def test_among_what_changed_the_largest_are_found(sizes, history, selector, is_c
             elif bool(mine.any()):
                 assert stays <= taken.values[mine].abs().min()
         arrived = taken.values.bfloat16().float() if rounded else taken.values
-        selection.sent(taken, arrived)
+        selection.commit(selected, taken, arrived)
         image[taken.offsets] += arrived
 
 
@@ -182,7 +183,9 @@ def test_parameters_may_change_under_a_selection():
     changing.start()
     try:
         for _ in range(200):
-            _, taken = selection.select(shard(theta, layout, Span(0, layout.size)), image)
+            selected = selection.select(shard(theta, layout, Span(0, layout.size)), image)
+            taken = selected.taken
+            selection.commit(selected, taken, taken.values)
             assert bool((taken.offsets.diff() > 0).all())
             assert taken.offsets.numel() <= 1.1 * 600 + 50
             assert bool((taken.offsets < layout.size).all())
@@ -204,8 +207,9 @@ def test_few_changes_are_looked_at_alone_and_many_are_not():
             theta[changed.long()] += 10
         theta[7] += 100
         log.append(log.appended + 1, changed)
-        _, taken = selection.select(shard(theta, layout, Span(0, layout.size), log), image)
-        selection.sent(taken, taken.values)
+        selected = selection.select(shard(theta, layout, Span(0, layout.size), log), image)
+        taken = selected.taken
+        selection.commit(selected, taken, taken.values)
         image[taken.offsets] += taken.values
         return 7 in taken.offsets.tolist()
 
@@ -232,9 +236,10 @@ def test_without_further_pushes_everything_arrives(value, is_compiled):
     log = ChangeLog(layout.size, 10**9)
     for _ in range(400):
         with compiled(is_compiled):
-            _, taken = selection.select(shard(theta, layout, Span(0, 3_100), log), image)
+            selected = selection.select(shard(theta, layout, Span(0, 3_100), log), image)
+            taken = selected.taken
         arrived = torch.from_numpy(VALUE_FORMATS[VALUE_CODECS[value]].encode(taken.values.numpy())[1].copy())
-        selection.sent(taken, arrived)
+        selection.commit(selected, taken, arrived)
         image[taken.offsets] += arrived
     torch.testing.assert_close(image, theta, rtol=1e-3, atol=1e-3)
 

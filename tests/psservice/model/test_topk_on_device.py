@@ -42,7 +42,7 @@ def test_all_tensors_of_a_span_are_selected_from_at_once(span, counted):
     for seed in range(3):
         model.theta = (image.cpu() + randn(span.length, 10 + seed)).to(DEVICE)
         difference = (model.theta - image).cpu()
-        _, taken = selection.select(model, image)
+        taken = selection.select(model, image).taken
         assert taken.offsets.device.type == taken.values.device.type == "cpu"
         assert torch.equal(taken.values, difference[taken.offsets])
         assert bool((taken.offsets.diff() > 0).all())
@@ -61,10 +61,10 @@ def test_all_tensors_of_a_span_are_selected_from_at_once(span, counted):
 def test_nothing_differs(counted):
     model, selection = made(Span(0, 5952), counted)
     model.theta = randn(5952).to(DEVICE)
-    assert selection.select(model, model.theta.clone())[1].offsets.numel() == 0
+    assert selection.select(model, model.theta.clone()).taken.offsets.numel() == 0
     empty, of_nothing = made(Span(0, 0), counted)
     empty.theta = torch.empty(0, device=DEVICE)
-    assert of_nothing.select(empty, empty.theta)[1].offsets.numel() == 0
+    assert of_nothing.select(empty, empty.theta).taken.offsets.numel() == 0
 
 
 def test_what_has_arrived_is_added_to_an_image_by_one_launch(monkeypatch):

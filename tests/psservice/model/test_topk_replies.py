@@ -1,5 +1,7 @@
 """Top-k replies: the server's image and the worker's fp32 replica are equal bit for bit, whatever is lost."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -9,11 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pscore.model.sparse_slice import SparseSlice
+from pscore.select import SELECTORS
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.apply_thread import ApplyThread
 from psservice.model.reply_session import ReplyMode, ReplySession
-from psservice.model.topk import ImageBudget
+from psservice.model.topk import ImageBudget, TopKSettings
 from psservice.policy.reply_mode import ReplyRule
 from tests.psservice.service_makers import (
     BF16,
@@ -30,6 +33,7 @@ from tests.psservice.service_makers import (
     shard_of,
     sparse_push,
     topk,
+    writing,
 )
 
 LAYOUTS = [layout_of((9, F32), (12, F32)), layout_of((5, F32), (7, BF16), (9, F16), (1, F32)), layout_of((1, BF16))]
@@ -99,10 +103,7 @@ class TopKWorker(RuleBasedStateMachine):
     @rule(number=st.integers(1, 2**60))
     def pull_with_a_bad_acknowledgement(self, number):
         link = self.link
-        if number in (
-            link.acknowledged,
-            getattr(link.downlink.pending and link.downlink.pending.reply, "number", None),
-        ):
+        if number in (link.acknowledged, link.downlink.number):
             return
         wire, _ = self.ask(acknowledged=number)
         assert wire.mode is ReplyMode.EXACT
@@ -211,6 +212,82 @@ def test_without_pushes_top_k_pulls_reach_the_server(link):
         link.pull()
     assert link.entries(link.ask()) <= 10
     torch.testing.assert_close(link.replica.parameters[0], link.model.theta[:60], rtol=1e-6, atol=1e-6)
+
+
+class Refusal:
+    """Refuses one reservation of this size, or of any."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes, self.left = nbytes, 1
+
+    def __call__(self, nbytes: int) -> None:
+        if self.left and nbytes == self.nbytes:
+            self.left = 0
+            raise Rejected(ErrorCode.BUSY, "the budget is full", retry_seconds=1.0)
+
+
+@pytest.mark.parametrize("reason", ["BUSY", "NON_FINITE"])
+def test_a_reply_that_is_refused_after_its_selection_loses_nothing(reason):
+    size, few = 20_000, torch.tensor
+    layout = layout_of((size, F32))
+    density, value = (1.0, pb.VALUE_CODEC_FP32) if reason == "BUSY" else (0.01, pb.VALUE_CODEC_INT4)
+    settings = TopKSettings(density, 0, SELECTORS["warm"], value, 1 << 20)
+    with writing() as writer:
+        model = shard_of(layout, torch.zeros(size))
+        link = Link(model, writer, new_replica(layout), settings, Rule(topk=True))
+        model.apply(SparseSlice(model.span, few([19_000]), few([3e38])))
+        for _ in range(3):  # the proposal, a search of everything, and one of what has changed
+            link.pull()
+        model.apply(SparseSlice(model.span, few([7]), few([5.0])))
+        if reason == "BUSY":
+            link.reserve = Refusal(12 * size)
+        else:
+            model.apply(SparseSlice(model.span, few([19_000]), few([-3e38])))
+            model.apply(SparseSlice(model.span, few([19_000]), few([-3e38])))  # the difference leaves the range of fp32
+        with pytest.raises(Rejected) as refused:
+            link.pull()
+        assert refused.value.reason is ErrorCode[reason]
+        if reason == "NON_FINITE":
+            model.apply(SparseSlice(model.span, few([19_000]), few([3e38])))
+        for step in range(40):
+            model.apply(SparseSlice(model.span, few([9 + step]), few([1.0])))
+            link.pull()
+        assert link.replica.parameters[0][7].item() == pytest.approx(-5.0)
+
+
+def test_a_reply_that_proposes_an_image_is_freed_when_it_is_sent(link):
+    reply = link.reply()
+    assert reply.image
+    assert list(reply.messages)
+    sent = weakref.ref(reply.messages)
+    del reply
+    link.model.apply(sparse_push(link.model.span, 0.5, 1))  # other workers share it until then
+    gc.collect()
+    assert sent() is None
+    assert link.downlink.pending is not None
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_reply_that_ends_an_image_is_counted_while_it_is_kept(link, has_room):
+    link.topk = replace(link.topk, images=ImageBudget(5_000 if has_room else 700))
+    link.pull()
+    link.pull()
+    opened = link.topk.images.bytes
+    assert opened > 0
+    link.model.apply(SparseSlice(link.model.span, None, torch.randn(100)))
+    link.rule.topk = False
+    wire = link.ask()
+    assert (wire.mode, wire.image) == (ReplyMode.EXACT, False)
+    if has_room:
+        assert link.topk.images.bytes >= opened + sum(map(len, wire.chunks))
+        assert link.ask() == wire, "it is kept to be repeated"
+    else:
+        assert link.downlink.pending is None
+    link.receive(link.ask())
+    link.pull()
+    gc.collect()
+    assert link.topk.images.bytes == 0
+    assert replica_bits(link.replica, link.model.span) == server_bits(link.model)
 
 
 def test_a_lost_reply_is_repeated_byte_for_byte_though_the_server_moved_on(link):
