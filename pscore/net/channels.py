@@ -115,13 +115,15 @@ def warn_of_readers(path: Path) -> None:
 _ADVICE = {
     "Hostname Verification Check failed": "its certificate is made out to another name; use that, or name it "
     "(PSCLIENT_TLS_SERVER_NAME)",
+    "certificate has expired": "its certificate, or the CA's, must be renewed (the server reads a new --tls-cert by "
+    "itself), or this machine's clock is wrong",
     "CERTIFICATE_VERIFY_FAILED": "its certificate does not descend from the CA that was named (PSCLIENT_TLS_CA)",
     "WRONG_VERSION_NUMBER": "it does not speak TLS: name no CA (PSCLIENT_TLS_CA), or this is another port",
     "Socket closed": "if it speaks TLS, name its CA (PSCLIENT_TLS_CA); if it asks for certificates, yours too "
-    "(PSCLIENT_TLS_CERT, PSCLIENT_TLS_KEY)",
+    "(PSCLIENT_TLS_CERT, PSCLIENT_TLS_KEY), which must not have expired",
     "Failed parsing HTTP/2": "it does not speak gRPC: is this the port for workers (--listen), or that of the metrics?",
 }
-"""Advice by a part of gRPC's words."""
+"""Advice by a part of gRPC's words; the first that fits."""
 
 
 def advice(detail: str) -> str:

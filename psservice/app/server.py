@@ -22,13 +22,15 @@ from psservice.app.shared_health import SharedHealth
 from psservice.http.pages import application
 from psservice.http.server import WebServer
 from psservice.observability.metrics import Metrics
-from psservice.rpc.auth import Authenticator, SecurityError, server_credentials
+from psservice.rpc.auth import Authenticator
 from psservice.rpc.calls import SERVICE, handlers_of
+from psservice.rpc.certificates import ServerCertificates
 from psservice.rpc.dispatcher import Dispatcher
 from psservice.rpc.health_and_reflection import LIVENESS, Health, reflection_handlers
 from psservice.rpc.operators import OperatorCalls
 from psservice.rpc.ports import EventLoop, bind_port, open_port
-from psservice.rpc.status import bind_metrics
+from psservice.rpc.status import bind_certificates, bind_metrics
+from psservice.rpc.watched_files import SecurityError
 from psservice.rpc.workers import WorkerCalls
 from psservice.settings import ServerSettings, at_port, shown, split_address
 from psservice.shard.lifecycle import open_shard
@@ -66,6 +68,7 @@ class Server:
         self._loop = EventLoop()
         self._health = Health()
         self._ports: list[grpc.aio.Server] = []
+        self._certificates: ServerCertificates | None = None
         self._web: WebServer | None = None
         self._stop_asked: queue.SimpleQueue[None] = queue.SimpleQueue()  # whose put a signal may interrupt
         self._serving = False
@@ -89,9 +92,10 @@ class Server:
             if settings.tracing:
                 tracing.start("psservice", f"shard-{settings.shard_index}")
             authenticator = Authenticator(settings.tokens)
-            credentials = None
             if settings.tls_cert and settings.tls_key:
-                credentials = server_credentials(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+                self._certificates = ServerCertificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+                self._certificates.check()
+            bind_certificates(self._metrics, self._certificates)
             self.shard = open_shard(settings, device_of(settings), self._metrics, self.update_health, self._failed)
         except (StorageError, SecurityError, TracingError) as error:
             raise StartError(str(error)) from error
@@ -106,6 +110,7 @@ class Server:
             handlers += reflection_handlers((SERVICE.full_name, health.SERVICE_NAME), authenticator)
         if settings.metrics_listen:
             self.metrics_address = self._start_web(operators)
+        credentials = self._certificates.credentials if self._certificates else None
         self.address = self._listen(settings.listen, "--listen", handlers, credentials)
         self._maintenance = MaintenanceThread(lambda: self.shard.model.layout.size if self.shard.model else 0)
 
@@ -132,6 +137,8 @@ class Server:
                 log.info("the parent process is gone")
                 break
             self.update_health()
+            if self._certificates is not None:
+                self._certificates.check()
         self.stop()
         if self.shard.apply_thread.failed:
             raise ShardFailedError("an update failed half-way; start the server again and it recovers")
@@ -214,7 +221,7 @@ class Server:
         except RuntimeError as error:
             raise StartError(
                 f"cannot listen on {address} ({flag}): is another server running there? Choose another port, or 0 for "
-                "any" + ("; or do --tls-cert and --tls-key not belong together?" if credentials else "")
+                "any"
             ) from error
         self._ports.append(port)
         return at_port(address, number)

@@ -14,7 +14,8 @@ EXIT_INTERRUPTED, EXIT_NO_READER = 128 + signal.SIGINT, 128 + 13  # as shells ha
 EXIT_NOT_WRITTEN = 74  # EX_IOERR of sysexits.h
 
 _SEE_STATUS = "psservice status shows what was done"
-_SERVER_MODULES = ("grpc_health", "grpc_reflection", "prometheus_client", "pythonjsonlogger")  # the extra [server]
+_SERVER_MODULES = ("cryptography", "grpc_health", "grpc_reflection", "prometheus_client", "pythonjsonlogger")
+"""Those of the extra ``[server]``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -168,6 +168,21 @@ class Metrics:
         )
         self.snapshot_errors = read_counter("psservice_snapshot_errors", "Snapshots that could not be written")
 
+        self.certificate_ends = ReadMetric(
+            labelled(
+                GaugeMetricFamily,
+                "psservice_certificate_expiry_unix_seconds",
+                "When a certificate in use ends, by the setting that names its file; of a chain, the first end",
+                "certificate",
+            ),
+            lambda: {"tls_cert": 0.0},
+            registry,
+        )
+        self.handshakes = read_counter(
+            "psservice_handshakes",
+            "TLS handshakes begun at the port for workers; one that fails is followed by no call",
+        )
+
         labels = ("run", "shard", "shards", "method", "device", "durability", "release")
         about = "Always 1; which shard of which run this is, to be joined with the others by instance"
         self.shard_info = ReadMetric(  # a run's name is known later

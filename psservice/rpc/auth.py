@@ -1,34 +1,22 @@
-"""Who may call what: TLS from files that may change, and bearer tokens with roles.
+"""Who may call what: bearer tokens with roles.
 
 A token belongs to a role, and perhaps to one worker. Memory has only hashes of tokens, and logs have nothing of them.
 """
 
 import hashlib
-import logging
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Generic, TypeVar
 
-import grpc
-
-from pscore.net.channels import stamp_of, warn_of_readers
+from pscore.net.channels import warn_of_readers
 from pscore.wire.errors import ErrorCode, Rejected
-
-log = logging.getLogger(__name__)
-
-Content = TypeVar("Content")
+from psservice.rpc.watched_files import SecurityError, WatchedFiles
 
 _RELOAD_SECONDS = 1.0  # between two checks of the token file
 
 _HASHED = "sha256:"
-
-
-class SecurityError(Exception):
-    """A certificate, a key or a token file cannot be used; the message names it."""
 
 
 class Role(IntEnum):
@@ -56,34 +44,6 @@ ANONYMOUS_ADMIN = Caller(Role.ADMIN)
 """Every caller of a server without tokens."""
 
 
-class _WatchedFiles(Generic[Content]):
-    """The content of files, read again when one changes, unless that fails. Thread-safe. A missing file has changed."""
-
-    def __init__(self, name: str, paths: Sequence[Path], read: Callable[[], Content]) -> None:
-        self._name, self._paths, self._read = name, paths, read
-        self._lock = threading.Lock()
-        self._stamps = self._complained = [stamp_of(path) for path in paths]
-        self.content = read()
-
-    def refresh(self) -> bool:
-        """Read the files if one has changed; tell whether the content is new. What is wrong is logged once a change."""
-        with self._lock:
-            stamps = [stamp_of(path) for path in self._paths]
-            if stamps == self._stamps:
-                return False
-            try:
-                self.content = self._read()
-            except SecurityError as error:
-                if self._complained != stamps:
-                    self._complained = stamps
-                    what = f"{self._name} have changed and cannot be used; the old ones stay"
-                    log.error(what, extra={"why": str(error)})
-                return False
-            self._stamps = stamps
-        log.info(f"{self._name} read again")
-        return True
-
-
 class Authenticator:
     """Admits callers by the tokens of a file, which is read again when it changes, or everybody where there is none.
 
@@ -96,7 +56,7 @@ class Authenticator:
         self._file = None
         if path is not None:
             warn_of_readers(path)
-            self._file = _WatchedFiles("tokens", (path,), lambda: read_tokens(path))
+            self._file = WatchedFiles("tokens", (path,), lambda: read_tokens(path))
 
     def server_keys(self) -> list[bytes] | None:
         """Return hashes of the admins' tokens, which servers share and workers have not; ``None`` without tokens."""
@@ -173,32 +133,3 @@ def read_tokens(path: Path) -> dict[bytes, Caller]:
     if not callers:
         raise SecurityError(f"{path} holds no token, so nobody could call; leave --tokens out to let everybody in")
     return callers
-
-
-def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.ServerCredentials:
-    """Return the credentials of a port from PEM files, which a handshake reads again where one has changed.
-
-    With ``client_ca``, a caller needs a certificate of that CA (mutual TLS). Raises :class:`SecurityError` where a file
-    cannot be read.
-    """
-    warn_of_readers(key)
-    paths = tuple(path for path in (cert, key, client_ca) if path is not None)
-    files = _WatchedFiles("certificates", paths, lambda: _read_certificates(paths))
-
-    def changed() -> grpc.ServerCertificateConfiguration | None:
-        return files.content if files.refresh() else None
-
-    return grpc.dynamic_ssl_server_credentials(files.content, changed, client_ca is not None)  # type: ignore[arg-type]
-
-
-def _read_certificates(paths: Sequence[Path]) -> grpc.ServerCertificateConfiguration:
-    data = []
-    for path in paths:
-        try:
-            data.append(path.read_bytes())
-        except OSError as error:
-            raise SecurityError(f"cannot read {path}: {error.strerror}") from error
-        if b"-----BEGIN " not in data[-1]:
-            raise SecurityError(f"{path} is not a PEM file")
-    cert, key, *authority = data
-    return grpc.ssl_server_certificate_configuration([(key, cert)], authority[0] if authority else None)

@@ -8,6 +8,8 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.member import Member
 from psservice.cluster.run import RunState
 from psservice.model.reply_session import ReplyMode
+from psservice.observability.metrics import Metrics
+from psservice.rpc.certificates import ServerCertificates
 from psservice.settings import ServerSettings
 from psservice.shard.shard import Shard
 
@@ -100,6 +102,12 @@ def run_settings(settings: ServerSettings) -> pb.RunSettings:
 
 def _durability(settings: ServerSettings) -> str:
     return settings.durability if settings.data_dir else "none"
+
+
+def bind_certificates(metrics: Metrics, certificates: ServerCertificates | None) -> None:
+    """Bind the metrics of TLS; without TLS no certificate has a series."""
+    metrics.certificate_ends.read = lambda: certificates.ends if certificates else {}
+    metrics.handshakes.read = lambda: certificates.handshakes if certificates else 0
 
 
 def bind_metrics(shard: Shard) -> None:

@@ -19,7 +19,7 @@ import psclient
 from psclient.rpc.local_server import LocalServer
 from psclient.settings import ClientSettings, worker_name
 from pscore.net.channels import Security, open_channel
-from psservice.rpc.auth import server_credentials
+from psservice.rpc.certificates import ServerCertificates
 from psservice.settings import ServerSettings
 from tests.deploy import manifests
 from tests.deploy.manifests import KUBERNETES, ROOT, environment, one
@@ -60,7 +60,7 @@ def shard(certificates):
     server = grpc.server(ThreadPoolExecutor(2))
     health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
     files = certificates / "psservice"
-    credentials = server_credentials(files / "tls.crt", files / "tls.key", files / "ca.crt")
+    credentials = ServerCertificates(files / "tls.crt", files / "tls.key", files / "ca.crt").credentials
     port = server.add_secure_port("127.0.0.1:0", credentials)
     server.start()
     yield f"127.0.0.1:{port}"

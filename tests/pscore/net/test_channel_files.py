@@ -9,7 +9,8 @@ from cryptography.hazmat.primitives import serialization
 
 from pscore.net.channels import ChannelError, Security, open_channel, warn_of_readers
 from psservice.cli.main import main
-from psservice.rpc.auth import Authenticator, server_credentials
+from psservice.rpc.auth import Authenticator
+from psservice.rpc.certificates import ServerCertificates
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def test_a_secret_that_everybody_can_read_is_warned_of_once(files, tmp_path, cap
         for security in (Security(token_file=token), secured):
             open_channel("localhost:1", security).close()
         Authenticator(tokens)
-        server_credentials(files / "worker.pem", key, None)
+        ServerCertificates(files / "worker.pem", key, None)
 
     for path in (token, tokens, key):
         path.chmod(0o640)

@@ -11,11 +11,10 @@ from psservice.rpc.auth import (
     Authenticator,
     Caller,
     Role,
-    SecurityError,
     read_tokens,
-    server_credentials,
 )
 from psservice.rpc.calls import RULES, SERVICE, Call, check
+from psservice.rpc.watched_files import SecurityError
 
 
 @pytest.fixture
@@ -137,11 +136,3 @@ def test_a_changed_file_is_read_again_and_a_broken_one_leaves_the_old_tokens(tok
     tokens.unlink()
     now[0] += 2
     assert gate.authorize(shown("another-token"), "Join", Role.WORKER)
-
-
-def test_a_file_that_is_no_certificate_is_named(tmp_path):
-    (tmp_path / "cert").write_text("hello")
-    with pytest.raises(SecurityError, match="PEM"):
-        server_credentials(tmp_path / "cert", tmp_path / "cert", None)
-    with pytest.raises(SecurityError, match="missing"):
-        server_credentials(tmp_path / "missing", tmp_path / "missing", None)

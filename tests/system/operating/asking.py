@@ -34,7 +34,7 @@ def run_json(capsys, *words):
 
 def metric(metrics_address, line):
     text = urllib.request.urlopen(f"http://{metrics_address}/metrics", timeout=30).read().decode()
-    found = re.search(rf"{re.escape(line)} (\S+)", text)
+    found = re.search(rf"^{re.escape(line)} (\S+)", text, re.MULTILINE)
     return float(found[1]) if found else 0.0
 
 
