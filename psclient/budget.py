@@ -40,6 +40,10 @@ class Budget:
             )
 
 
+DEFAULT_BUDGET = Budget(share=0.03)
+"""That of a sparse method to which nothing of its form is given (docs/which-method.md has the figures)."""
+
+
 def budget_of(given: object) -> Budget:
     """Return what ``budget=`` means; :class:`ConfigurationError` for another thing."""
     if isinstance(given, Budget):

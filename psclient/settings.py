@@ -108,6 +108,11 @@ class ClientSettings(LayeredSettings):
     flush_on_sigterm: bool = setting(True, "on SIGTERM, push what is still held, leave, then exit")
 
     @property
+    def names_a_value_type(self) -> bool:
+        """Whether ``value_type`` was set, be it to its default."""
+        return "value_type" in self.model_fields_set
+
+    @property
     def security(self) -> Security:
         """How channels are protected."""
         token = self.token.get_secret_value()

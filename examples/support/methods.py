@@ -25,7 +25,6 @@ METHODS = (
     "outer",
     "momentum-sgd",
 )
-BUDGETS = {"dgs": 0.03, "gradient-dropping": 0.03, "dgc": 0.03}
 MOMENTA = {"dgs": 0.7, "dgc": 0.7, "outer": 0.5, "asgd": 0.0}  # asynchrony adds momentum of its own
 
 
@@ -123,8 +122,7 @@ def make_optimizer(
     """
     name, parameters = options.method, model.parameters()
     momentum = MOMENTA.get(name, 0.9) if options.momentum is None else options.momentum
-    budget = BUDGETS.get(name) if options.budget is None else options.budget
-    size: dict[str, Any] = {"budget": budget} if options.density is None else {"density": options.density}
+    size: dict[str, Any] = {"budget": options.budget} if options.density is None else {"density": options.density}
     rates: dict[str, Any] = {"lr": options.lr, "momentum": momentum, "weight_decay": options.weight_decay}
     joined: dict[str, Any] = {"model": model, "server": place.server, "worker": place.worker}
     streamed: dict[str, Any] = joined | {"overlap": options.overlap}

@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from psclient import settings as client_settings
 from psclient.buckets.layer_density import LayerDensity
 from psclient.buckets.plan import BucketPlan
-from psclient.budget import Budget, budget_of
+from psclient.budget import DEFAULT_BUDGET, Budget, budget_of
 from psclient.compress.gradients import Scale
 from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.method import Group, Recurrence
@@ -53,7 +53,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         params: parameters or param groups.
         defaults: the method's hyper-parameters.
         density: see :data:`Density`. A function leaves groups alone that were given a density of their own. ``None``
-            with a budget; else the default of the method.
+            with a budget.
         agreed: the method's settings in which all workers must agree, beside the common ones.
         model: the module that the parameters belong to: names the tensors, and has the buffers and the
             calls at which samples are counted.
@@ -69,7 +69,9 @@ class ParameterServerOptimizer(Optimizer, ABC):
         rounds: train synchronously; the default is to apply each push as it comes.
         budget: the share of the dense bytes that a push and a reply may take, as ``0.03``, or a :class:`Budget` in
             bytes a second or seconds a step. Chooses density, value type and form of the replies; ``density`` is for
-            who chooses these alone. Groups with a density of their own are outside it.
+            who chooses these alone. Groups with a density of their own are outside it. The default of a sparse method
+            is ``0.03``, unless ``density`` or a value type (``PSCLIENT_VALUE_TYPE``) is given; the density then is
+            ``default_density``.
         on_load: the rule for a model that the script loads into the worker later. The run begins with this model if
             nobody has pushed yet. Afterwards ``"error"`` (the default) raises ``ModelLoadedError``, ``"server"``
             replaces the loaded model by the server's, and ``"replace"`` sends it to all workers.
@@ -87,6 +89,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
     groups_are_agreed: ClassVar[bool] = False
     """Whether the server's optimizer has the param groups, too."""
     default_density: ClassVar[float] = 0.01
+    """The density where nothing names one; below 1 only with a value type of the user's choice, else a budget holds."""
     sends_all: ClassVar[bool] = False
     """Whether every push has all entries."""
     asynchronous: ClassVar[bool] = True
@@ -118,15 +121,17 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._own_density: set[int] = set()  # numbers of the groups that a density schedule leaves alone
         self.gradients_are_its_own = False  # known since the first step, or by a NodeOptimizer: no mean of several's
         self._loss: Any = None
+        resolved = client_settings.resolve(settings, server, worker, on_load)
         following = budget_of(budget) if budget is not None else None
         if density is not None and following is not None:
             raise ConfigurationError("density= and budget= exclude each other: a budget chooses the density")
+        if density is None and following is None and self.default_density < 1 and not resolved.names_a_value_type:
+            following = DEFAULT_BUDGET
         if density is None:
             density = self.default_density
         super().__init__(check_params(params), defaults | {"density": density(1) if callable(density) else density})
         if model is None:
             warn_without_model(self.param_groups)
-        resolved = client_settings.resolve(settings, server, worker, on_load)
         self._model = describe(model, self.param_groups, upload_frozen=resolved.upload_frozen)
         refuse_averaged(self._model.parameters, () if model is None else model.modules())
         self._groups = ParamGroups(self.param_groups, self._own_density)

@@ -19,7 +19,7 @@ def worker(two_shards):
     """A model and its optimizer, after one step."""
     model = make_model(batch_norm=False)
     with_dgs = psclient.DGS(
-        model.parameters(), lr=0.1, model=model, server=two_shards.server, worker="w", settings=QUICK
+        model.parameters(), lr=0.1, density=0.01, model=model, server=two_shards.server, worker="w", settings=QUICK
     )
     train_step(model, with_dgs, *make_data())
     yield model, with_dgs

@@ -211,7 +211,9 @@ def test_the_end_of_a_run_without_a_final_model_names_what_writes_it(tmp_path, c
 def test_drain_and_stop_ends_the_process_and_the_run_goes_on_from_its_disk(tmp_path, capsys):
     with LocalServer(data_dir=tmp_path) as server:
         model = make_model(batch_norm=False)
-        optimizer = psclient.DGS(model.parameters(), lr=0.1, model=model, server=server.server, settings=QUICK)
+        optimizer = psclient.DGS(
+            model.parameters(), lr=0.1, density=0.01, model=model, server=server.server, settings=QUICK
+        )
         train_step(model, optimizer, *make_data())
         code, stopped = run_json(capsys, "drain", "--stop", server.server)
         assert (code, stopped[0]["stopping"]) == (0, True)

@@ -67,7 +67,8 @@ def serving(log, **settings):
 
 
 def dgs(model, server, **options):
-    return psclient.DGS(model.parameters(), lr=0.1, model=model, server=server, settings=QUICK, **options)
+    given = {"density": 0.01, "settings": QUICK} | options  # one worker at a density is answered exactly
+    return psclient.DGS(model.parameters(), lr=0.1, model=model, server=server, **given)
 
 
 def status(address):

@@ -60,6 +60,35 @@ def test_pushes_and_replies_keep_to_the_budget(method):
                 assert torch.equal(mine, theirs)
 
 
+SPARSE = {name: METHODS[name] for name in ("dgs", "dgc", "gradient_dropping", "server_rmsprop")}
+
+
+@pytest.mark.parametrize("method", SPARSE)
+def test_a_sparse_method_has_this_budget_by_default(method):
+    kind, options = SPARSE[method]
+    model = make_model()
+    dense = 4 * sum(parameter.numel() for parameter in model.parameters())
+    with kind(model.parameters(), model=model, settings=SETTINGS, **options) as optimizer:
+        for report in train(model, optimizer, STEPS)[BEGINNING:]:
+            assert 0.8 * BUDGET * dense < report.push_bytes < 1.1 * BUDGET * dense
+            assert report.push_entries > 0.08 * dense / 4, "many entries of few bits"
+
+
+@pytest.mark.parametrize(
+    ("given", "settings"),
+    [({"density": 0.01}, {}), ({}, {"value_type": "fp32"}), ({}, {"value_type": "int8"})],
+    ids=["density", "fp32", "int8"],
+)
+def test_a_form_that_is_chosen_by_hand_has_no_budget(given, settings):
+    model = make_model()
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    settings = psclient.ClientSettings(dense_below=0, **settings)
+    with psclient.DGS(model.parameters(), lr=0.01, model=model, settings=settings, **given) as optimizer:
+        report = train(model, optimizer, 4)[-1]
+        assert report.reply_mode == "exact"
+        assert 0.008 * elements < report.push_entries < 0.012 * elements
+
+
 def test_a_dense_method_takes_the_bits_that_fit():
     model = make_model()
     dense = 4 * sum(parameter.numel() for parameter in model.parameters())

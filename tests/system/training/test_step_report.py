@@ -22,7 +22,7 @@ def optimizer():
     model, data = make_model(), make_data()
     with (
         LocalServer() as server,
-        psclient.DGS(model.parameters(), lr=0.1, model=model, server=server, settings=QUICK) as made,
+        psclient.DGS(model.parameters(), lr=0.1, density=0.01, model=model, server=server, settings=QUICK) as made,
     ):
         for _ in range(2):
             train_step(model, made, *data)
