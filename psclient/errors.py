@@ -25,6 +25,25 @@ class ConfigurationError(SparsepsError, ValueError):
     """The optimizer was given something that cannot work; the message says what."""
 
 
+class HyperparameterError(ConfigurationError):
+    """A hyper-parameter is out of its range; nothing was sent or changed.
+
+    Attributes:
+        name: of the hyper-parameter, its key in the param group.
+        group: the number of the param group; -1 for a value that is not a group's yet.
+    """
+
+    def __init__(self, name: str, value: object, bound: str, group: int = -1) -> None:
+        if group < 0:
+            super().__init__(f"{name} must be {bound}, not {value!r}")
+        else:
+            super().__init__(
+                f"{name} of param group {group} is {value!r}, and must be {bound}. Nothing was sent or changed: look "
+                "at what sets it (a schedule that divides by zero, say), set it right, and call step() again"
+            )
+        self.name, self.group = name, group
+
+
 class UnknownArgumentError(ConfigurationError, TypeError):
     """An optimizer was given a keyword argument that it does not have."""
 
@@ -205,16 +224,19 @@ class NonFiniteGradientError(SparsepsError, FloatingPointError):
 
 
 class UpdateOverflowError(NonFiniteGradientError, OverflowError):
-    """The gradients are finite, and a residual has left the range of fp32 with them; nothing was sent.
+    """The gradients are finite, and an update is not; nothing was sent.
 
-    The entries concerned are cleared in residual and momentum. What else the step has added stays in the residuals, so
-    go on with the next batch: calling ``step()`` again with the same gradients would add them twice.
+    A residual has left the range of fp32; or a residual, a momentum or (with weight decay) a parameter had NaN before,
+    because the script wrote to it. The entries concerned are cleared in residual and momentum. What else the step has
+    added stays in the residuals, so go on with the next batch: calling ``step()`` again with the same gradients would
+    add them twice.
     """
 
     _text = (
-        "the update of {!r} has left the range of fp32; nothing was sent. Entries that are not finite were cleared, "
-        "and what else this step has added stays in the residuals. Lower the learning rate or clip the gradient, and "
-        "go on with the next batch"
+        "the update of {!r} has left the range of fp32, or is not a number because its residual, its momentum or the "
+        "parameter is not; nothing was sent. Entries that are not finite were cleared, and what else this step has "
+        "added stays in the residuals. Lower the learning rate or clip the gradient, look at what writes to the "
+        "optimizer's state or the model, and go on with the next batch"
     )
 
 

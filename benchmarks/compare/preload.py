@@ -32,7 +32,9 @@ def _load() -> None:
     group = {"params": [parameter], "lr": 0.1, "momentum": 0.5, "weight_decay": 0.0, "density": 0.1}
     model, choice = describe(None, [group]), Choice(SELECTORS[DEFAULT_SELECTOR], "tensor", 0)
     planner = BucketPlanner(model.layout, resolve(None, None, None, None))
-    compressor = Compressor(DGS, model, {parameter: {}}, ParamGroups([group]), choice, planner)
+    groups = ParamGroups([group])
+    groups.read()
+    compressor = Compressor(DGS, model, {parameter: {}}, groups, choice, planner)
     gradients, replica = finite(model, {0: torch.linspace(-1, 1, _SIZE)}), Replica(model.layout, model.parameters)
     for _ in range(2):
         sent = compressor.compress(range(1), gradients, 1.0, StepReport(0)).slices

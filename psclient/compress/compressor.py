@@ -132,7 +132,7 @@ class Compressor:
             self.restore(sent.slices)
             raise
         if not is_finite:
-            raise UpdateOverflowError(self._without_overflow(sent.slices))
+            raise UpdateOverflowError(self._without_overflow(sent.slices, members))
         return sent
 
     def _members(self, group: range, gradients: Gradients) -> Members:
@@ -176,9 +176,17 @@ class Compressor:
             )
         return self._known[key]
 
-    def _without_overflow(self, sent: Iterable[SparseSlice]) -> str:
+    def _without_overflow(self, sent: Iterable[SparseSlice], members: Members) -> str:
         """Restore the finite entries and clear the others in all memories; return the name of a tensor of theirs."""
         name = ""
+        for position in np.concatenate([*members.groups.values()]).tolist():
+            state = self.memories.state(position)
+            kept = [each for each in state.values() if isinstance(each, torch.Tensor) and each.dim()]
+            if not all(bool(memory.isfinite().all()) for memory in kept):  # those that there was no room to take, too
+                name = self._model.layout.parameters[position].name
+                for memory in kept:
+                    memory.nan_to_num_(0.0, 0.0, 0.0)
+                state.pop("recall", None)
         for position, piece in self._by_tensor(sent):
             good = piece.values.isfinite()
             offsets = torch.arange(len(good), device=good.device) if piece.offsets is None else piece.offsets
@@ -187,7 +195,7 @@ class Compressor:
                 state = self.memories.state(position)
                 for key, tensor in list(state.items()):
                     if isinstance(tensor, torch.Tensor) and tensor.dim():
-                        tensor.nan_to_num_(0.0, 0.0, 0.0)[offsets[~good].to(tensor.device)] = 0
+                        tensor[offsets[~good].to(tensor.device)] = 0
                     else:  # a threshold, which may be infinite too: selection begins anew
                         del state[key]
             self.memories.of("residual", position)  # also where nothing of the tensor comes back
@@ -209,6 +217,7 @@ class Compressor:
 
     def take_off_unsent(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Take off the parameters what their residuals would send; yields each one, and its values, before it is."""
+        self._groups.read()
         numbers = self._groups.numbers_of(self._model.parameters)
         for parameter, number in zip(self._model.parameters, numbers.tolist(), strict=True):
             residual = self.memories.states.get(parameter, {}).get("residual")

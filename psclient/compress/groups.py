@@ -1,39 +1,64 @@
 """Hyper-parameters: which param group each trained parameter belongs to now, and which values are allowed."""
 
 import logging
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from psclient.compress.method import Group
-from psclient.errors import ConfigurationError
+from psclient.errors import HyperparameterError
 from pscore.select.kernels.segments import Integers
 
 log = logging.getLogger("psclient")
 
-_PUBLISHED_MOMENTUM, _PUBLISHED_FROM = 0.7, 4  # of the DGS paper, and the fewest workers of its asynchronous runs
-"""(workers, momentum) of the published asynchronous runs (DGS, ICPP 2020)."""
+_PUBLISHED_MOMENTUM, _PUBLISHED_FROM = 0.7, 4
+"""Momentum and workers of the published asynchronous runs (DGS, ICPP 2020)."""
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "lr": ("at least 0 and finite in fp32", lambda value: 0 <= value <= _LARGEST),
+    "momentum": ("at least 0 and below 1", lambda value: 0 <= value < 1),
+    "weight_decay": ("at least 0 and finite in fp32", lambda value: 0 <= value <= _LARGEST),
+    "density": ("above 0 and at most 1", lambda value: 0 < value <= 1),
+    "decay": ("from 0 to 1", lambda value: 0 <= value <= 1),
+}
+"""What each hyper-parameter must be; NaN is in no range."""
 
 
-def check_hyperparameters(defaults: Mapping[str, Any]) -> None:
-    """Raise :class:`ConfigurationError` where one is out of its range."""
-    for name in ("lr", "momentum", "weight_decay", "density"):
+def check_hyperparameters(values: Mapping[str, Any], group: int = -1) -> None:
+    """Raise :class:`HyperparameterError` if one is out of its range; ``group`` is the number of their param group."""
+    for name, (bound, is_inside) in _RANGES.items():
+        if name not in values:
+            continue
+        value = values[name]
         try:
-            if isinstance(defaults.get(name), str):
-                raise TypeError
-            float(defaults.get(name, 0.0))
+            number = None if isinstance(value, str) else float(value)
         except (TypeError, ValueError):
-            raise ConfigurationError(f"{name} must be a number, not {defaults[name]!r}") from None
-    for name, low, high in (("lr", 0.0, None), ("momentum", 0.0, 1.0), ("weight_decay", 0.0, None)):
-        value = float(defaults.get(name, 0.0))
-        if not low <= value < (high or math.inf):
-            bound = f"at least {low:g} and " + (f"below {high:g}" if high else "finite")
-            raise ConfigurationError(f"{name} must be {bound}, not {value}")
-    if not 0 < float(defaults.get("density", 1.0)) <= 1:
-        raise ConfigurationError(f"density must be above 0 and at most 1, not {defaults['density']}")
+            number = None
+        if number is None:
+            raise HyperparameterError(name, value, "a number", group)
+        if not is_inside(number):
+            raise HyperparameterError(name, number, bound, group)
+
+
+def check_inner(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise :class:`HyperparameterError` if a value of an inner optimizer's groups is NaN, or a rate not finite.
+
+    Their ranges are the inner optimizer's own.
+    """
+    for number, group in enumerate(groups):
+        for name, value in group.items():
+            for each in value if isinstance(value, tuple | list) and name != "params" else (value,):
+                if isinstance(each, torch.Tensor) and each.numel() != 1:
+                    continue
+                if isinstance(each, float | np.floating | torch.Tensor) and each != each:
+                    raise HyperparameterError(name, value, "a number", number)
+        for name in ("lr", "weight_decay"):
+            if name in group and not abs(float(group[name])) <= _LARGEST:
+                raise HyperparameterError(name, group[name], "finite in fp32", number)
 
 
 class Rates(NamedTuple):
@@ -67,6 +92,7 @@ class ParamGroups:
         """Read the groups anew, after one was added or all were loaded."""
         self.all = groups
         self.generation += 1
+        self._values: tuple[Group, ...] = ()
         self._numbers = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
         self._among: tuple[Sequence[torch.Tensor], Integers, list[int]] = (), np.zeros(0, np.int64), []
 
@@ -90,16 +116,26 @@ class ParamGroups:
             self._among = parameters, numbers, trained
         return self._among
 
+    def read(self) -> None:
+        """Read the hyper-parameters for one push, as the schedulers left them: what is set later is the next push's.
+
+        Raises:
+            HyperparameterError: one is out of its range; the values of the last push stay.
+        """
+        for number, group in enumerate(self.all):
+            check_hyperparameters(group, number)
+        self._values = tuple({**group, "lr": float(group.get("lr", 1.0))} for group in self.all)
+
     def values(self, number: int) -> Group:
-        """Return a group's hyper-parameters as the schedulers left them."""
-        return {**self.all[number], "lr": float(self.all[number].get("lr", 1.0))}
+        """Return a group's hyper-parameters as :meth:`read` found them."""
+        return self._values[number]
 
     def rates(self) -> Rates:
-        """Return the rate that pushed values carry: that of the first group now."""
-        return Rates(float(self.all[0]["lr"]))
+        """Return the rate that pushed values carry: that of the first group."""
+        return Rates(self._values[0]["lr"])
 
     def set_density(self, density: float) -> None:
-        """Set the density of every group that has none of its own; :class:`ConfigurationError` out of its range."""
+        """Set the density of every group that has none of its own; :class:`HyperparameterError` out of its range."""
         check_hyperparameters({"density": density})
         for number, group in enumerate(self.all):
             if number not in self._own_density:
@@ -108,7 +144,7 @@ class ParamGroups:
     @property
     def send_all(self) -> bool:
         """Whether the next push has every entry of every group."""
-        return all(group["density"] >= 1 for group in self.all)
+        return all(group["density"] >= 1 for group in self._values)
 
     def warn_of_momentum(self, workers: int) -> None:
         """Warn, once, where the momentum of several workers is above that of the DGS paper's runs.

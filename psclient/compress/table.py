@@ -200,16 +200,17 @@ class Table(Filled):
         is_dense = offsets is None and values.size == self._span.length
         if offsets is None and not (is_dense and self._masked is None and not recalls):
             offsets = np.arange(values.size)
-        if recalls:
+        is_finite = bool(np.isfinite(passed.excess).all())
+        if recalls and is_finite:  # else the whole push is undone, and nothing is to be corrected
             assert offsets is not None
             offsets, values, counts = self._corrected(offsets, passed, thresholds, recalls, residuals)
         if self._masked is not None:
             assert offsets is not None
             momentum[offsets[np.repeat(self._masked, counts)] + base] = 0
-        # A sum is finite only where all that was taken is; what was taken otherwise, or grows, is looked at.
+        # A sum is finite only if all that is above is; what was taken otherwise, or grows when it is sent, is looked at.
         is_sure = values is passed.values and (self._unit is None or self._unit.max() <= 1)
         piece, entries = self._entries(offsets, values, counts, memories, report)
-        is_finite = bool(np.isfinite(passed.excess if is_sure else piece.values.numpy()).all())
+        is_finite = is_finite and (is_sure or bool(np.isfinite(piece.values.numpy()).all()))
         return Sent([piece], entries, is_finite)
 
     def _corrected(

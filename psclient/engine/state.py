@@ -13,6 +13,7 @@ from psclient.compress.groups import check_hyperparameters
 from psclient.compress.method import State
 from psclient.engine.push_pull import PushPull
 from psclient.errors import ConfigurationError
+from psclient.model.module import TrainedModel
 from psclient.rpc.membership import Membership
 
 log = logging.getLogger("psclient")
@@ -166,6 +167,30 @@ def state_as_refused(
     state = copy.deepcopy(state_dict())
     memories.update(kept)
     return state
+
+
+def check_memories(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], model: TrainedModel) -> None:
+    """Raise :class:`ConfigurationError` if a memory of a saved state has another size than its parameter, or NaN."""
+    specs = model.layout.parameters
+    names = {id(parameter): spec.name for parameter, spec in zip(model.parameters, specs, strict=True)}
+    for saved_group, group in zip(saved["param_groups"], groups, strict=False):  # torch refuses other groups
+        for key, parameter in zip(saved_group["params"], group["params"], strict=False):
+            for memory, value in saved["state"].get(key, {}).items():
+                what = f"{memory} of {names.get(id(parameter), key)!r}"
+                if isinstance(value, torch.Tensor) and value.numel() != parameter.numel():
+                    raise ConfigurationError(
+                        f"this state's {what} has {value.numel()} elements, and the parameter {parameter.numel()}: the "
+                        f"state is another model's; {_MODEL_ALONE}"
+                    )
+                numbers = list(value.values()) if isinstance(value, Mapping) else []
+                is_sound = not any(number != number for number in numbers)  # a threshold may be infinite
+                if isinstance(value, torch.Tensor):
+                    is_sound = bool(value.isfinite().all())
+                if not is_sound:
+                    raise ConfigurationError(
+                        f"this state's {what} is not finite: it was broken before it was saved. Load an earlier one, "
+                        f"or {_MODEL_ALONE}"
+                    )
 
 
 def restore_memories(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:

@@ -140,6 +140,7 @@ class Stepper:
             return
         if self._samples is not None:
             self._samples.leave_out(samples)
+        self._groups.read()
         report = self.report = self._open(samples, self._rates())
         self._push(report, lambda number: self._push_pull.send_residuals(report, number))
         self._add(report)
@@ -343,13 +344,16 @@ class Stepper:
         return self._open(self._counted(None), rates)
 
     def _ready(self) -> Rates:
-        """Set the density of the next step, tell the shards if that is 1, and return the step's learning rates."""
-        rates = self._rates()
+        """Set the density of the next step, read its hyper-parameters, and return its learning rates.
+
+        The shards are told if all is pushed.
+        """
         if self._schedule is not None:
             self._groups.set_density(self._schedule(self._push_pull.step + 1))
+        self._groups.read()
         for shard in self._cluster.shards:
             shard.pushes_all = self._groups.send_all
-        return rates
+        return self._rates()
 
     def _counted(self, samples: int | None) -> int:
         counted = self._samples.take(warn=samples is None) if self._samples is not None else 1

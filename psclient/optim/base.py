@@ -24,7 +24,15 @@ from psclient.compress.method import Group, Recurrence
 from psclient.engine.budget import BudgetSchedule
 from psclient.engine.checks import gather, refuse_averaged
 from psclient.engine.sample_counter import FirstBatches, SampleCounter
-from psclient.engine.state import PushMark, from_sgd, is_out_of_date, restore_memories, split, state_as_refused
+from psclient.engine.state import (
+    PushMark,
+    check_memories,
+    from_sgd,
+    is_out_of_date,
+    restore_memories,
+    split,
+    state_as_refused,
+)
 from psclient.engine.step import GradientSource, Stepper
 from psclient.engine.worker import Worker
 from psclient.errors import ConfigurationError, CopyRefusedError, ServerUnreachableError
@@ -431,6 +439,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         mark, plain = split(state_dict, self.name)
         if mark is None:
             plain = self._from_torch(plain)
+        check_memories(plain, self.param_groups, self._model)
         self._worker.always(
             self._stepper.finish_push
         )  # a push that is applied later would count beside the loaded residuals

@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 
 from psclient.compress.gradients import Scale, norms
 from psclient.compress.method import Group, Recurrence
-from psclient.errors import ConfigurationError
+from psclient.errors import ConfigurationError, HyperparameterError
 from psclient.optim.arguments import Density
 from psclient.optim.base import ParameterServerOptimizer
 
@@ -59,6 +59,7 @@ class DGC(ParameterServerOptimizer):
                 "is known; leave one of them out"
             )
         self.clip_norm = clip_norm
+        _check_clip_norm(clip_norm)
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, density, {"clip_norm": str(clip_norm)}, **connection)
 
@@ -66,6 +67,7 @@ class DGC(ParameterServerOptimizer):
         """``min(1, (clip/√W) / ‖all g‖)``."""
         if self.clip_norm is None:
             return 1.0
+        _check_clip_norm(self.clip_norm)
         bound = self.clip_norm / math.sqrt(max(1, live_workers))
         scale: torch.Tensor = bound / norms(gradients).double().norm()
         return scale.clamp(max=1.0)
@@ -77,3 +79,8 @@ class DGC(ParameterServerOptimizer):
         A flush leaves the momentum: that would be new movement.
         """
         return Recurrence(decay=group["weight_decay"], factor=group["momentum"], unit=group["lr"], masks_momentum=True)
+
+
+def _check_clip_norm(clip_norm: float | None) -> None:
+    if clip_norm is not None and not clip_norm > 0:
+        raise HyperparameterError("clip_norm", clip_norm, "above 0, or None")

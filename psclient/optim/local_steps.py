@@ -5,7 +5,7 @@ import logging
 import torch
 from torch.optim import Optimizer
 
-from psclient.compress.groups import ParamGroups
+from psclient.compress.groups import ParamGroups, check_inner
 from psclient.engine.checks import PushedGradients, finite, gather
 from psclient.engine.step import GradientScale, Stepper
 from psclient.engine.worker import Worker
@@ -64,6 +64,7 @@ class LocalSteps:
         self._settle()
         if self._retry_guard.matches(gradients):
             return
+        check_inner(self.inner.param_groups)
         self._retry_guard.note(gradients)
         try:
             self.inner.step()

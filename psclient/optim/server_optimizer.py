@@ -7,10 +7,10 @@ from typing import Any, ClassVar, NoReturn
 
 from torch.optim.optimizer import ParamsT
 
-from psclient.compress.groups import ParamGroups, Rates, check_hyperparameters
+from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.method import Group, Recurrence
 from psclient.engine.step import GradientSource
-from psclient.errors import ConfigurationError
+from psclient.errors import ConfigurationError, HyperparameterError
 from psclient.model.module import TrainedModel
 from psclient.optim.arguments import Density, as_json, options_of, scheduler_description, scheduler_interval
 from psclient.optim.base import ParameterServerOptimizer
@@ -219,9 +219,8 @@ def _rates(groups: ParamGroups, known: frozenset[str], agreed: Sequence[Mapping[
 def _group_rates(groups: ParamGroups) -> Rates:
     """Return the rates of a push of gradients: the server steps each group at its own."""
     rates = []
-    for number, group in enumerate(groups.all):
-        check_hyperparameters({"lr": group["lr"]})
-        rates.append(float(group["lr"]))
+    for number in range(len(groups.all)):
+        rates.append(groups.values(number)["lr"])
         if not rates[-1] <= LARGEST_RATE:
-            raise ConfigurationError(f"lr of param group {number} is {rates[-1]:g}; it must be 0 to {LARGEST_RATE:g}")
+            raise HyperparameterError("lr", rates[-1], f"from 0 to {LARGEST_RATE:g}", number)
     return Rates(1.0, tuple(rates))

@@ -59,7 +59,7 @@ def keep_largest(inputs: SelectionInput, taken: Taken, k: int) -> Taken:
 
 
 def largest(x: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the offsets of the ``k`` largest magnitudes, ascending; of equal ones the first.
+    """Return the offsets of the ``k`` largest magnitudes, ascending; of equal ones the first. NaN is the largest.
 
     On the host by a quickselect (``numpy.partition``), which is several times faster there than ``torch.topk``.
     """
@@ -72,6 +72,8 @@ def largest(x: torch.Tensor, k: int) -> torch.Tensor:
         return order.sort().values
     array = magnitude.numpy()
     threshold = np.partition(array, array.size - k)[array.size - k]
-    above = np.flatnonzero(array > threshold)
+    if np.isnan(threshold):
+        return torch.from_numpy(np.flatnonzero(np.isnan(array))[:k])
+    above = np.flatnonzero(~(array <= threshold))
     ties = np.flatnonzero(array == threshold)[: k - above.size]
     return torch.from_numpy(np.sort(np.concatenate([above, ties])))

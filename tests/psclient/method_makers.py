@@ -36,7 +36,8 @@ class OneTensor:
         self.states = {self.parameter: {}}
         model = describe(None, [self.group])
         planner = SimpleNamespace(densities={})
-        self.compressor = Compressor(method, model, self.states, ParamGroups([self.group]), choice, planner)
+        self.groups = ParamGroups([self.group])
+        self.compressor = Compressor(method, model, self.states, self.groups, choice, planner)
 
     @property
     def state(self):
@@ -45,6 +46,7 @@ class OneTensor:
     def push(self, gradient, group, density, theta=None):
         """One step: what is sent."""
         self.group.update(group | {"density": density})
+        self.groups.read()
         if theta is not None:
             self.parameter.data.copy_(theta)
         [sent] = self.compressor.compress(range(1), Gradients({0: gradient}), 1.0, StepReport(0)).slices
@@ -53,6 +55,7 @@ class OneTensor:
     def flush(self, group):
         """Everything that is held."""
         self.group.update(group)
+        self.groups.read()
         nothing = SparseSlice(Span(0, 0), torch.empty(0, dtype=torch.int64), torch.empty(0))
         return next(iter(self.compressor.take_residuals(range(1))), nothing)
 

@@ -1,4 +1,8 @@
-"""The interface of the selection kernels. All tensors are flat and contiguous; a *memory* is an fp32 residual ``r``."""
+"""The interface of the selection kernels. All tensors are flat and contiguous; a *memory* is an fp32 residual ``r``.
+
+NaN is above every threshold: it is taken before anything else, and whoever takes it sees that it is not finite. A NaN
+that no threshold caught would stay in a memory for ever, and silence its entry.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol

@@ -42,7 +42,7 @@ def take(x, g, theta, u, scale, decay, factor, threshold, keep, offsets, values)
                         u[i] = d
                     v += d
                     x[i] = v
-                hit |= np.int32(abs(v) > threshold)
+                hit |= np.int32(not abs(v) <= threshold)  # so that NaN is above, and is noticed
         else:
             high, hit = x.size, np.int32(1)
             if g is not None:
@@ -58,7 +58,7 @@ def take(x, g, theta, u, scale, decay, factor, threshold, keep, offsets, values)
             continue
         for i in range(low, high):
             v = x[i]
-            if abs(v) > threshold:
+            if not abs(v) <= threshold:
                 if count < capacity:
                     offsets[count] = i
                     values[count] = v

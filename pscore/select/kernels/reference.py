@@ -45,7 +45,7 @@ def copy_above(x: torch.Tensor, threshold: float, capacity: int) -> ThresholdRes
     if x.is_cpu:
         return _copy_above_on_host(x.numpy(), np.float32(threshold), capacity)
     magnitudes = x.abs()
-    above = (magnitudes > threshold).nonzero().view(-1)
+    above = (~(magnitudes <= threshold)).nonzero().view(-1)
     excess = float((magnitudes[above] - threshold).sum(dtype=torch.float64))
     offsets = above[:capacity]
     return ThresholdResult(Taken(offsets, x[offsets]), above.numel(), excess)
@@ -53,7 +53,7 @@ def copy_above(x: torch.Tensor, threshold: float, capacity: int) -> ThresholdRes
 
 def _copy_above_on_host(x: NDArray[np.float32], threshold: np.float32, capacity: int) -> ThresholdResult:
     magnitudes = np.abs(x)
-    above = np.flatnonzero(magnitudes > threshold)
+    above = np.flatnonzero(~(magnitudes <= threshold))
     excess = float((magnitudes[above] - threshold).sum(dtype=np.float64))
     offsets = above[:capacity]
     return ThresholdResult(Taken(torch.from_numpy(offsets), torch.from_numpy(x[offsets])), above.size, excess)

@@ -151,13 +151,13 @@ def update(rows, pieces, low, high, clip, memory, momentum, whole, base, offsets
                 if run.size == RUN:
                     hit = np.int32(0)
                     for j in range(RUN):  # a fixed number of turns, without a branch: of vector instructions
-                        hit |= np.int32(abs(run[j]) > threshold)
+                        hit |= np.int32(not abs(run[j]) <= threshold)  # so that NaN is above, and is noticed
                     if not hit:
                         continue
                 hits = 0
                 for j in range(run.size):
                     found[hits] = j
-                    hits += abs(run[j]) > threshold
+                    hits += not abs(run[j]) <= threshold
                 if is_dense and hits > 0:
                     is_dense = number_on(offsets, total, origin)
                 above += hits

@@ -134,7 +134,7 @@ def _piece(
     for start in range(0, BLOCK, PART):
         inside = lane < left - start
         x = _updated(row, first + start, lane, inside, clip, whole, FULL)
-        hit = tl.abs(x) > threshold
+        hit = (tl.abs(x) <= threshold) == 0  # so that NaN is above, and is noticed
         if not FULL:
             hit = hit & inside  # a threshold may be negative
         bits = tl.sum(hit.to(tl.int32) << column, 1)

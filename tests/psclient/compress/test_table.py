@@ -52,12 +52,15 @@ class Model:
         self.states = defaultdict(dict)
         choice = Choice(SELECTORS["warm"], "tensor", dense_below, on_device=on_device, compiled_from=compiled_from)
         planner = SimpleNamespace(densities={})
-        self.compressor = Compressor(method, self.described, self.states, ParamGroups(self.groups), choice, planner)
+        self.of_groups = ParamGroups(self.groups)
+        self.of_groups.read()
+        self.compressor = Compressor(method, self.described, self.states, self.of_groups, choice, planner)
 
     def compress(self, gradients, clip=1.0):
         """What the model sends, whole: offsets in the layout and values."""
         size = self.described.layout.size
         self.report = StepReport(0)
+        self.of_groups.read()  # a test may have changed them
         self.sent = self.compressor.compress(range(len(self.parameters)), Gradients(gradients), clip, self.report)
         joined = _joined(Span(0, size), self.sent.slices)
         dense = torch.zeros(size)
