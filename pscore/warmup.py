@@ -13,10 +13,10 @@ _SIZE, _ENTRIES = 65_536, 2048  # enough entries for the compiled codecs
 
 def warm_up() -> None:
     """Run every loop that both sides need once, so that no call waits for the compiler: seconds, once a machine."""
-    theta = torch.zeros(_SIZE)
-    offsets = torch.arange(0, _SIZE, _SIZE // _ENTRIES)
+    theta = torch.zeros(_SIZE, dtype=torch.float32, device="cpu")
+    offsets = torch.arange(0, _SIZE, _SIZE // _ENTRIES, dtype=torch.int64, device="cpu")
     kernels = kernels_for(theta)
-    kernels.subtract_at(theta, offsets, torch.ones(offsets.numel()))
+    kernels.subtract_at(theta, offsets, torch.ones_like(theta[offsets]))
     kernels.copy_above(theta, 0.5, 0)
     kernels.magnitude(theta)
     segment = SparseSlice(Span(0, _SIZE), offsets, theta[offsets])

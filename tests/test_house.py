@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools.house import ROOMS, ROOT, arrows, floors, modules, upward
+from tools.house import ROOMS, arrows, floors, modules, upward
 
 packages = pytest.mark.parametrize("package", ROOMS)
 

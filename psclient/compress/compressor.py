@@ -189,7 +189,9 @@ class Compressor:
                 state.pop("recall", None)
         for position, piece in self._by_tensor(sent):
             good = piece.values.isfinite()
-            offsets = torch.arange(len(good), device=good.device) if piece.offsets is None else piece.offsets
+            offsets = piece.offsets
+            if offsets is None:
+                offsets = torch.arange(len(good), dtype=torch.int64, device=good.device)
             if not bool(good.all()):
                 name = self._model.layout.parameters[position].name
                 state = self.memories.state(position)

@@ -60,4 +60,6 @@ def norms(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     for gradient in gradients:
         alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     found = [torch.stack(torch._foreach_norm(same, 2, torch.float32)) for same in alike.values()]
-    return torch.cat([each.to(found[0].device, non_blocking=True) for each in found]) if found else torch.zeros(0)
+    if not found:
+        return torch.zeros(0, dtype=torch.float32, device="cpu")
+    return torch.cat([each.to(found[0].device, non_blocking=True) for each in found])

@@ -207,7 +207,7 @@ class Table(Filled):
         if self._masked is not None:
             assert offsets is not None
             momentum[offsets[np.repeat(self._masked, counts)] + base] = 0
-        # A sum is finite only if all that is above is; what was taken otherwise, or grows when it is sent, is looked at.
+        # A sum is finite only if all that is above is; what was taken otherwise, or grows when sent, is looked at.
         is_sure = values is passed.values and (self._unit is None or self._unit.max() <= 1)
         piece, entries = self._entries(offsets, values, counts, memories, report)
         is_finite = is_finite and (is_sure or bool(np.isfinite(piece.values.numpy()).all()))

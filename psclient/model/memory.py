@@ -27,7 +27,7 @@ def repeats(tensor: torch.Tensor) -> bool:
     """Tell whether several elements of a tensor are one in memory, as in ``expand()``."""
     if tensor.is_contiguous() or not tensor.numel():
         return False
-    mask = torch.zeros(_elements(tensor), dtype=torch.bool)
+    mask = torch.zeros(_elements(tensor), dtype=torch.bool, device="cpu")
     mask.as_strided(tensor.shape, tensor.stride(), 0).fill_(True)
     return int(mask.sum()) < tensor.numel()
 
@@ -62,7 +62,9 @@ def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
     begin = min(one.data_ptr(), other.data_ptr())
     unit = math.gcd(one.element_size(), other.element_size(), one.data_ptr() - begin, other.data_ptr() - begin)
     masks = [(tensor, tensor.element_size() // unit, (tensor.data_ptr() - begin) // unit) for tensor in (one, other)]
-    taken = torch.zeros(max(first + width * _elements(tensor) for tensor, width, first in masks), dtype=torch.bool)
+    taken = torch.zeros(
+        max(first + width * _elements(tensor) for tensor, width, first in masks), dtype=torch.bool, device="cpu"
+    )
     ours, theirs = (
         taken.as_strided((*tensor.shape, width), (*(width * stride for stride in tensor.stride()), 1), first)
         for tensor, width, first in masks

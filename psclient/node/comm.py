@@ -112,7 +112,7 @@ class NodeComm:
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
         """Return every process's values, in the order of ranks."""
-        mine = torch.tensor(values, dtype=torch.int64)
+        mine = torch.tensor(values, dtype=torch.int64, device="cpu")
         found = [torch.empty_like(mine) for _ in range(self.size)]
         with self._guarded("begin a step"):
             self._messages.allgather([found], [mine]).wait()
@@ -121,9 +121,9 @@ class NodeComm:
     def broadcast_bytes(self, data: bytes = b"") -> bytes:
         """Return the leader's data on every process."""
         with self._guarded("end a step"):
-            length = torch.tensor([len(data)])
+            length = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
             self._messages.broadcast(length, 0).wait()
-            buffer = torch.empty(int(length), dtype=torch.uint8)
+            buffer = torch.empty(int(length), dtype=torch.uint8, device="cpu")
             if self.is_leader:
                 buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             self._messages.broadcast(buffer, 0).wait()

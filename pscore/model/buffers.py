@@ -34,7 +34,9 @@ def unpack(data: bytes, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
     tensors, position = [], 0
     for spec in specs:
         raw = bytearray(data[position : position + spec.nbytes])
-        flat = torch.frombuffer(raw, dtype=spec.dtype) if spec.nbytes else torch.empty(0, dtype=spec.dtype)
+        flat = (
+            torch.frombuffer(raw, dtype=spec.dtype) if spec.nbytes else torch.empty(0, dtype=spec.dtype, device="cpu")
+        )
         tensors.append(flat.reshape(spec.shape))
         position += spec.nbytes
     return tensors

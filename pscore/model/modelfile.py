@@ -145,7 +145,11 @@ def read_parts(paths: Iterable[Path]) -> StateDict:
                 whole[name] = tensor
     for name, shape in shapes.items():
         found = pieces.get(name, {})
-        flat = torch.cat([found[start] for start in sorted(found)]) if found else torch.empty(0)
+        flat = (
+            torch.cat([found[start] for start in sorted(found)])
+            if found
+            else torch.empty(0, dtype=torch.float32, device="cpu")
+        )
         if flat.numel() != torch.Size(shape).numel():
             raise ModelFileError(f"parameter {name!r}: {flat.numel()} of {torch.Size(shape).numel()} elements found")
         whole[name] = flat.reshape(shape)

@@ -53,7 +53,9 @@ class SparseSlice:
         low, high = common.start - self.span.start, common.end - self.span.start
         if self.offsets is None:
             return SparseSlice(common, None, self.values[low:high])
-        bounds = torch.searchsorted(self.offsets, torch.tensor([low, high], device=self.offsets.device))
+        bounds = torch.searchsorted(
+            self.offsets, torch.tensor([low, high], dtype=torch.int64, device=self.offsets.device)
+        )
         first, last = (int(bound) for bound in bounds)
         if first == last:
             return None
@@ -106,7 +108,7 @@ def _offsets_within(parts: list[SparseSlice], span: Span) -> torch.Tensor:
             else:
                 np.add(part.offsets.numpy(), shift, out=array)
         elif part.offsets is None:
-            torch.arange(shift, shift + part.entries, out=place)
+            torch.arange(shift, shift + part.entries, dtype=place.dtype, device=place.device, out=place)
         else:
             torch.add(part.offsets, shift, out=place)
         first += part.entries

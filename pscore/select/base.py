@@ -39,7 +39,9 @@ def exact(inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
 
 def nothing(like: torch.Tensor) -> Taken:
     """Return an empty selection on the device of a tensor."""
-    return Taken(torch.empty(0, dtype=torch.int64, device=like.device), torch.empty(0, device=like.device))
+    return Taken(
+        torch.empty(0, dtype=torch.int64, device=like.device), torch.empty(0, dtype=torch.float32, device=like.device)
+    )
 
 
 def keep_largest(inputs: SelectionInput, taken: Taken, k: int) -> Taken:
@@ -65,7 +67,7 @@ def largest(x: torch.Tensor, k: int) -> torch.Tensor:
     """
     magnitude = x.detach().abs()
     if k >= magnitude.numel():
-        return torch.arange(magnitude.numel(), device=x.device)
+        return torch.arange(magnitude.numel(), dtype=torch.int64, device=x.device)
     if magnitude.device.type != "cpu":
         # A stable sort, because topk may choose any of equal elements.
         order: torch.Tensor = magnitude.sort(descending=True, stable=True).indices[:k]

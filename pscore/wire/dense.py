@@ -155,7 +155,7 @@ class DenseReader:
 
     def __init__(self, span: Span) -> None:
         self.span, self.checksum = span, Checksum()
-        self.values = torch.empty(span.length)
+        self.values = torch.empty(span.length, dtype=torch.float32, device="cpu")
 
     def read(self, chunk: pb.Chunk, *values: memoryview) -> None:
         """Read the next chunk, whose value bytes are ``values`` or its own.

@@ -28,7 +28,7 @@ _SCAN_FROM = 1 / 256  # share of n from which marking and scanning a bitmap of n
 def changed_by(push: SparseSlice | None) -> ChangedIndices:
     """Return the indices that a push over a shard's whole span names."""
     if push is None:
-        return torch.empty(0, dtype=torch.int32)
+        return torch.empty(0, dtype=torch.int32, device="cpu")
     return None if push.offsets is None else push.offsets.to(offset_dtype(push.span.length))
 
 
@@ -116,7 +116,7 @@ def union(changes: Sequence[ChangedIndices], size: int) -> ChangedIndices:
     if known is None:
         return None
     if len(known) <= 1:
-        return known[0] if known else torch.empty(0, dtype=torch.int64)
+        return known[0] if known else torch.empty(0, dtype=torch.int64, device="cpu")
     if not _is_scanned(known, size):
         return _sorted_union(known)
     words, count = _bitmap(known, size)

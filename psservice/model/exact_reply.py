@@ -28,7 +28,7 @@ Reserve = Callable[[int], None]
 Entries = tuple[torch.Tensor, torch.Tensor]
 """Offsets (int64 ``[k]``, ascending) and their fp32 values."""
 
-_NOTHING: Entries = torch.empty(0, dtype=torch.int64), torch.empty(0)
+_NOTHING: Entries = torch.empty(0, dtype=torch.int64, device="cpu"), torch.empty(0, dtype=torch.float32, device="cpu")
 
 SPARSE_ENTRY_BYTES = 24
 """Of an answer while it is made: int64 offset, fp32 value, and as they are written."""

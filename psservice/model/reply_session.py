@@ -255,7 +255,9 @@ class ReplyMaker:
             if self.topk.density >= 1:
                 self.reserve(12 * model.span.length)
                 entries = entries.everywhere()  # places cost more than zeros do
-                taken = Taken(torch.arange(model.span.length, device=entries.values.device), entries.values)
+                taken = Taken(
+                    torch.arange(model.span.length, dtype=torch.int64, device=entries.values.device), entries.values
+                )
             encoded = list(frames.encode(entries, form, chunk_bytes=self.topk.chunk_bytes))
             arrived = torch.cat([piece.decoded for piece in encoded]).to(taken.values.device)
             chunks = [piece.chunk for piece in encoded]

@@ -81,7 +81,7 @@ class SideStream:
         """
         if self._stream is None:
             return tensor.clone(), None
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         host.copy_(tensor, non_blocking=True)
         return host, self._stream.record_event()
 
@@ -90,7 +90,7 @@ def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torc
     """Copy arrays to a device in the current stream, all in one copy from pinned memory; int8 ``[bytes]`` each."""
     flat = [torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.int8)) for array in arrays]
     ends = np.cumsum([-(-each.numel() // 16) * 16 for each in flat]).tolist()
-    packed = torch.empty(ends[-1], dtype=torch.int8, pin_memory=device.type == "cuda")
+    packed = torch.empty(ends[-1], dtype=torch.int8, device="cpu", pin_memory=device.type == "cuda")
     places = [slice(start, start + each.numel()) for start, each in zip([0, *ends], flat, strict=False)]
     for place, each in zip(places, flat, strict=True):
         packed[place] = each

@@ -198,11 +198,11 @@ def _try_out(spec: OptimizerSpec, groups: Sequence[Mapping[str, Any]], scheduler
 
     ``groups`` are the own options of each param group.
     """
-    elements = [torch.zeros(1, 1) for _ in groups]
+    elements = [torch.zeros(1, 1, dtype=torch.float32, device="cpu") for _ in groups]
     distinct = {json.dumps(own, sort_keys=True): number for number, own in enumerate(groups)}
     for number in distinct.values():  # torch checks the options of a group only where they are the optimizer's
         OptimizerSpec(spec.name, {**spec.options, **groups[number]}).make([{"params": [elements[number]]}])
-        elements[number].grad = torch.ones(1, 1)
+        elements[number].grad = torch.ones_like(elements[number])
     made = spec.make([{**own, "params": [element]} for own, element in zip(groups, elements, strict=True)])
     schedule = scheduler.make(made) if scheduler is not None else None
     with _torch_accepts(f"torch.optim.{spec.name}, or its scheduler, cannot be stepped"):

@@ -162,7 +162,7 @@ def _step(
 
     ``factor`` is ``c`` after the step, ``rest`` is ``1 − α``; ``rates`` of the tensors that end at ``ends``.
     """
-    place = torch.arange(values.numel(), device=theta.device) if offsets is None else offsets
+    place = torch.arange(values.numel(), dtype=torch.int64, device=theta.device) if offsets is None else offsets
     before = theta[place]
     if not bool(((values.abs() <= float(_LARGEST_GRADIENT)) & (before.abs() <= float(_LARGEST_PARAMETER))).all()):
         return False

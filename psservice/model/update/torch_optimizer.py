@@ -44,7 +44,7 @@ class TorchOptimizer(UpdateRule):
             self._pieces += pieces  # an empty group stays: a scheduler may have a number for each
             made.append({**group.options, "params": [tensor for _, tensor in pieces]})
         edges = [(piece.start - span.start, piece.end - span.start) for piece, _ in self._pieces]
-        self._borders = torch.tensor(edges, dtype=torch.int64).to(theta.device)
+        self._borders = torch.tensor(edges, dtype=torch.int64, device="cpu").to(theta.device)
         self._optimizer: Optimizer | None = settings.optimizer.make(made) if self._pieces else None
         default = settings.optimizer.rate
         self.rates = tuple(float(group.options.get("lr", default)) for group in groups)
@@ -260,7 +260,7 @@ def reshard(pieces: Sequence[PieceState], span: Span, shape: tuple[int, ...]) ->
     for name in dict.fromkeys(name for piece in found for name in piece.state):
         values = [(piece, piece.state[name]) for piece in found if name in piece.state]
         if all(isinstance(v, torch.Tensor) and v.dim() and tuple(v.shape) == piece.shape for piece, v in values):
-            whole = torch.zeros(span.length, dtype=values[0][1].dtype)
+            whole = torch.zeros(span.length, dtype=values[0][1].dtype, device="cpu")
             for piece, value in values:
                 part = piece.span.intersect(span)
                 entries = slice(part.start - piece.span.start, part.end - piece.span.start)
