@@ -7,11 +7,12 @@ import torch
 from pscore.model.buffers import is_exchanged, pack, unpack
 from pscore.model.layout import TensorSpec
 from pscore.model.modelfile import StateDict
-from pscore.wire.errors import ErrorCode, Rejected
 
 
 class BufferAverage:
     """Floating-point buffers are averaged, integer scalars take the maximum, others are constant. Thread-safe.
+
+    A value that is not a number does not count: the average stays what it is there.
 
     Args:
         specs: all buffers, in layout order.
@@ -28,19 +29,9 @@ class BufferAverage:
         self._lock = threading.Lock()
         self.exchanged = tuple(spec for spec in specs if is_exchanged(spec))
 
-    def check(self, data: bytes) -> list[torch.Tensor]:
-        """Unpack exchanged buffers; raises :class:`Rejected` (``NON_FINITE``) where a value is not a number."""
-        tensors = unpack(data, self.exchanged)
-        for spec, tensor in zip(self.exchanged, tensors, strict=True):
-            if spec.dtype.is_floating_point and bool(tensor.isnan().any()):
-                raise Rejected(
-                    ErrorCode.NON_FINITE, f"buffer {spec.name!r} is not a number somewhere", tensor=spec.name
-                )
-        return tensors
-
     def contribute(self, data: bytes, samples: int, live_workers: int) -> None:
-        """Average one worker's packed buffers in; ``live_workers`` is the length of the average (``NON_FINITE``)."""
-        incoming = self.check(data)
+        """Average one worker's packed buffers in; ``live_workers`` is the length of the average."""
+        incoming = unpack(data, self.exchanged)
         with self._lock:
             self.weight = (1 - 1 / max(1, live_workers)) * self.weight + samples
             share = samples / self.weight if self.weight else 0.0
@@ -50,7 +41,8 @@ class BufferAverage:
                     value = value.to(mine.dtype)
                     mean = torch.lerp(mine, value, share)
                     # An infinity (a mask, say) has no mean: there the latest contribution stands.
-                    self._values[spec.name] = torch.where(mean.isfinite(), mean, value)
+                    mean = torch.where(mean.isfinite(), mean, value)
+                    self._values[spec.name] = torch.where(value.isnan(), mine, mean)
                 else:
                     self._values[spec.name] = torch.maximum(mine, value)
 

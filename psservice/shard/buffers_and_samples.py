@@ -31,7 +31,6 @@ def exchange_buffers(shard: Shard, identity: Identity, generation: int, step: in
         shard.apply_thread.require_free()
         buffers = _require_buffers(shard, identity, generation)  # a rollback may have put others there meanwhile
         if samples and step > record.buffer_step and shard.run.state is RunState.TRAINING:
-            buffers.check(data)
             shard.durability.events.averaged(identity, step, samples, data, live)
             with shard.apply_thread.all_or_stop():
                 buffers.contribute(data, samples, live)

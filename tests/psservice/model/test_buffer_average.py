@@ -90,6 +90,14 @@ def test_half_precision_is_averaged_in_fp32_and_double_in_double(dtype):
     torch.testing.assert_close(found.double(), reference, rtol=tolerance, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_what_is_no_number_counts_nowhere_and_the_rest_of_its_tensor_does(dtype):
+    nan = float("nan")
+    average = BufferAverage((TensorSpec("mean", (3,), dtype),), [torch.tensor([2.0, nan, nan], dtype=dtype)])
+    average.contribute(pack([torch.tensor([nan, 4.0, nan], dtype=dtype)]), 1, live_workers=1)
+    torch.testing.assert_close(read(average)[0], torch.tensor([2.0, 4.0, nan], dtype=dtype), equal_nan=True)
+
+
 def test_a_wrong_length_changes_nothing():
     average = BufferAverage(SPECS, START)
     before = average.packed()
