@@ -23,6 +23,18 @@ def gather(model: TrainedModel, groups: ParamGroups, positions: range) -> dict[i
     return {n: g for n in inside if (g := parameters[n].grad) is not None}
 
 
+def require_trainable(model: TrainedModel, groups: ParamGroups) -> None:
+    """Raise :class:`ModelChangedError` if every parameter of the optimizer was frozen, so that steps train nothing."""
+    trained = groups.trained(model.parameters)
+    if trained and not any(model.parameters[position].requires_grad for position in trained):
+        raise ModelChangedError(
+            model.layout.parameters[trained[0]].name,
+            "needs no gradient any more, nor does any other parameter of this optimizer: its steps train nothing",
+            "freeze a model, or wrap it, before its optimizer is made (peft: call get_peft_model() yourself first), or "
+            "set requires_grad again",
+        )
+
+
 def finite(model: TrainedModel, gradients: Mapping[int, torch.Tensor], *, waits: bool = True) -> Gradients:
     """Return the gradients (by position, ascending) dense, as their memory has them.
 

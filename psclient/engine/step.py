@@ -12,7 +12,7 @@ import torch
 from psclient.compress.gradients import Gradients, Scale
 from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.table import Sent
-from psclient.engine.checks import PushedGradients, finite, refuse_unsound
+from psclient.engine.checks import PushedGradients, finite, refuse_unsound, require_trainable
 from psclient.engine.overlap import Overlap
 from psclient.engine.push_pull import PushPull
 from psclient.engine.sample_counter import SampleCounter
@@ -121,6 +121,8 @@ class Stepper:
         if self.overlap is not None and samples is not None:
             raise ConfigurationError("with overlap=True samples are counted at the calls of model=; leave samples out")
         found = self._gather_all()
+        if not found:
+            require_trainable(self._model, self._groups)
         if not self.begun and self._pushed.matches(found):
             self.finish_push()
             self._receive(self.report)

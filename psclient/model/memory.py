@@ -32,6 +32,12 @@ def repeats(tensor: torch.Tensor) -> bool:
     return int(mask.sum()) < tensor.numel()
 
 
+def unrepeated(tensor: torch.Tensor) -> tuple[int | slice, ...]:
+    """Return the index of an expanded tensor's elements without their repetitions."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return tuple(0 if size > 1 and not stride else slice(None) for size, stride in sizes)
+
+
 def _ranges(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
     """Return the bytes ``[first, end)`` in which each tensor lies, with its position; not all need be its own."""
     found = []

@@ -11,7 +11,12 @@ import torch
 from numpy.typing import NDArray
 
 from psclient.errors import ConfigurationError, ModelChangedError
-from psclient.model.requirements import require_own_memory, require_whole
+from psclient.model.requirements import (
+    require_constant_in_forward,
+    require_own_memory,
+    require_values,
+    require_whole,
+)
 from psclient.model.wrappers import plain_modules, plain_name
 from pscore.model.layout import ModelLayout, TensorSpec, digest_of, layout_of
 from pscore.names import tensor_name_fault
@@ -169,9 +174,11 @@ def describe(
         if any(id(parameter) not in places for parameter in trained):
             raise ConfigurationError("params holds a parameter that model does not have; pass the model they come from")
     tensors = [(name, place.module.get_buffer(place.name)) for name, place in buffers]
-    require_whole((*named, *tensors))
+    require_whole([*named, *tensors])
     frozen = [(name, parameter) for name, parameter in named if not (upload_frozen or parameter.requires_grad)]
     named = [(name, parameter) for name, parameter in named if upload_frozen or parameter.requires_grad]
+    require_values(named, frozen, tensors)
+    require_constant_in_forward(() if model is None else plain_modules(model))
     try:
         layout = layout_of(named, tensors, aliases, frozen)
     except ValueError as error:

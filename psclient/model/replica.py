@@ -87,6 +87,13 @@ class Replica:
                 digest.update(crc32(bytes_of(block)).to_bytes(4, "little"))
         return digest.digest()
 
+    def not_finite(self) -> str | None:
+        """Return the name of the first parameter with a value that is not finite; reads all parameters."""
+        for spec, parameter in zip(self.layout.parameters, self.parameters, strict=True):
+            if not bool(parameter.detach().isfinite().all()):
+                return spec.name
+        return None
+
     def accept(self) -> None:
         """Make the parameters' values and memory of now the known ones."""
         for position in self._moved():

@@ -8,12 +8,19 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from psclient.errors import ConfigurationError
-from psclient.model.memory import first_shared, repeats
+from psclient.model.memory import first_shared, repeats, unrepeated
+from pscore.model.buffers import is_exchanged
+from pscore.model.layout import BUFFER_DTYPES, TensorSpec
+from pscore.wire.messages import DATA_TYPES
+
+Named = Sequence[tuple[str, torch.Tensor]]
 
 
-def require_whole(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+def require_whole(named: Named) -> None:
     """Raise :class:`ConfigurationError` if a process has a part of a tensor only: FSDP, tensor parallelism."""
     if not dist.is_available():
         return
@@ -34,7 +41,75 @@ def require_whole(named: Iterable[tuple[str, torch.Tensor]]) -> None:
         )
 
 
-Named = Sequence[tuple[str, torch.Tensor]]
+def require_values(parameters: Named, frozen: Named, buffers: Named) -> None:
+    """Raise :class:`ConfigurationError` if a tensor has no values yet, or of a kind that cannot be trained or sent."""
+    for name, tensor in (*parameters, *frozen, *buffers):
+        if is_lazy(tensor):
+            raise ConfigurationError(
+                f"{name!r} has no shape yet (torch.nn.Lazy…): call the model with one batch before the optimizer "
+                "is made"
+            )
+    for name, parameter in parameters:
+        if is_traceable_wrapper_subclass(parameter):
+            raise ConfigurationError(
+                f"{name!r} is a {type(parameter).__name__}, which consists of other tensors, and only plain ones can "
+                "be trained; freeze it (requires_grad_(False)), or take a plain torch.nn.Parameter"
+            )
+        if parameter.layout is not torch.strided:
+            raise ConfigurationError(
+                f"{name!r} is {_short(parameter.layout)}, and only dense parameters can be trained; convert it with "
+                ".to_dense(), or freeze it (requires_grad_(False))"
+            )
+        if parameter.is_inference():
+            raise ConfigurationError(_made_in_inference_mode(name))
+    for name, parameter in frozen:
+        if parameter.dtype not in DATA_TYPES:
+            raise ConfigurationError(
+                f"{name!r} is {_short(parameter.dtype)}, which cannot be described to a server; leave it out of model="
+            )
+    for name, buffer in buffers:
+        is_plain = buffer.layout is torch.strided and not is_traceable_wrapper_subclass(buffer)
+        if not is_plain or buffer.dtype not in BUFFER_DTYPES:
+            kind = _short(buffer.dtype) if buffer.layout is torch.strided else _short(buffer.layout)
+            raise ConfigurationError(
+                f"buffer {name!r} is {type(buffer).__name__}, {kind}, which a server does not take; register it with "
+                "persistent=False, and its values stay on the worker"
+            )
+        if not is_exchanged(TensorSpec(name, tuple(buffer.shape), buffer.dtype)):
+            continue  # nothing is ever written to it
+        if buffer.is_inference():
+            raise ConfigurationError(_made_in_inference_mode(name))
+        if repeats(buffer[unrepeated(buffer)]):
+            raise ConfigurationError(
+                f"several elements of buffer {name!r} are one in memory, so the run's average cannot be written to "
+                "it; give it memory of its own with .clone()"
+            )
+
+
+def require_constant_in_forward(modules: Iterable[tuple[str, torch.nn.Module]]) -> None:
+    """Raise :class:`ConfigurationError` if a module writes to a parameter when it is called: ``Embedding(max_norm=)``.
+
+    A worker's parameters change only by what the server answers.
+    """
+    for prefix, module in modules:
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.max_norm is not None:
+            name = f"{prefix}.weight" if prefix else "weight"
+            raise ConfigurationError(
+                f"{name!r} belongs to {type(module).__name__}(max_norm={module.max_norm:g}), which writes to its "
+                "weight at each call, and a worker's parameters are the server's; leave max_norm out, and bound the "
+                "rows that the module returns: torch.renorm(rows, 2, 0, max_norm)"
+            )
+
+
+def _made_in_inference_mode(name: str) -> str:
+    return (
+        f"{name!r} was made in torch.inference_mode(), where nothing that is written to later can be made; make the "
+        "model outside of it"
+    )
+
+
+def _short(kind: torch.dtype | torch.layout) -> str:
+    return str(kind).removeprefix("torch.")
 
 
 def require_own_memory(parameters: Named, frozen: Named, buffers: Named) -> None:

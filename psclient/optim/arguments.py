@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 
@@ -115,11 +116,18 @@ def warn_without_model(groups: Sequence[Mapping[str, Any]]) -> None:
 def as_json(value: Any, what: str) -> str:
     """Return a part of the server's optimizer as text in which workers agree."""
     try:
-        return json.dumps(value, sort_keys=True, allow_nan=False)
-    except (TypeError, ValueError) as error:
+        return json.dumps(value, sort_keys=True, allow_nan=False, default=_number)
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigurationError(
             f"the {what} of the server's optimizer must be numbers, words and lists of them: {error}"
         ) from error
+
+
+def _number(value: Any) -> Any:
+    """Return the number that a tensor or an array of one element has."""
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        return value.item()  # ValueError, RuntimeError for more than one element
+    raise TypeError(f"{value!r} is none of them")
 
 
 def options_of(optimizer: str) -> tuple[frozenset[str], float]:

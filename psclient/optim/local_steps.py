@@ -1,12 +1,13 @@
 """Steps on this machine, and the push of their difference."""
 
 import logging
+from collections.abc import Iterator
 
 import torch
 from torch.optim import Optimizer
 
 from psclient.compress.groups import ParamGroups, check_inner
-from psclient.engine.checks import PushedGradients, finite, gather
+from psclient.engine.checks import PushedGradients, finite, gather, require_trainable
 from psclient.engine.step import GradientScale, Stepper
 from psclient.engine.worker import Worker
 from psclient.errors import ConfigurationError, NonFiniteGradientError, ServerUnreachableError, SparsepsError
@@ -44,6 +45,7 @@ class LocalSteps:
         self._trained_samples = 0  # in the local steps since the last push
         self._retry_guard = PushedGradients()
         self._warned = False
+        self._known = frozenset(map(id, _parameters_of(inner)))
         trained = {n: parameter for n, parameter in enumerate(model.parameters) if parameter in groups}
         self._start = {position: parameter.detach().clone() for position, parameter in trained.items()}
 
@@ -60,8 +62,11 @@ class LocalSteps:
         """Take a local step, and after ``sync_every`` of them push."""
         if samples is not None:
             raise ConfigurationError("local steps count samples at the calls of model=; leave samples out")
+        self._require_known()
         gradients = self._gradients()
         self._settle()
+        if not gradients:
+            require_trainable(self._model, self._groups)
         if self._retry_guard.matches(gradients):
             return
         check_inner(self.inner.param_groups)
@@ -111,6 +116,21 @@ class LocalSteps:
                 parameter = self._model.parameters[position]
                 parameter.sub_(delta.to(parameter.dtype))
             self._worker.cluster.replica.accept()
+
+    def _require_known(self) -> None:
+        """Raise :class:`ConfigurationError` if the inner optimizer has a parameter that it had not at first.
+
+        It would be trained here, and never travel.
+        """
+        unknown = next((each for each in _parameters_of(self.inner) if id(each) not in self._known), None)
+        if unknown is None:
+            return
+        known = zip(self._model.layout.parameters, self._model.parameters, strict=True)
+        name = next((repr(spec.name) for spec, parameter in known if parameter is unknown), "a parameter")
+        raise ConfigurationError(
+            f"{name} was given to the inner optimizer after the outer one was made, and would be trained on this "
+            "machine only; give the inner optimizer all its groups before, or close() this one and make a new one"
+        )
 
     def _gradients(self) -> dict[int, torch.Tensor]:
         return gather(self._model, self._groups, range(len(self._model.parameters)))
@@ -174,3 +194,8 @@ class LocalSteps:
                 "pass rounds=psclient.Rounds(), or a lower lr (of Outer) and no momentum",
                 live_workers,
             )
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]

@@ -1,14 +1,18 @@
 """All shards together: pushing and pulling in parallel, and joining again (docs/protocol.md, *On the worker*)."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+import torch
+
 from psclient.compress.groups import Rates
 from psclient.errors import REJOIN_REASONS, LeaseLostError, ServerFaultError, from_refusal
 from psclient.executor import SerialExecutor
+from psclient.model.memory import unrepeated
 from psclient.rpc.membership import Membership
 from psclient.rpc.push_part import PushPart
 from psclient.rpc.samples import SampleTracker
@@ -18,6 +22,8 @@ from pscore.model.layout import Span
 from pscore.wire import frames
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
+
+log = logging.getLogger("psclient")
 
 Result = TypeVar("Result")
 
@@ -47,6 +53,7 @@ class Cluster:
         self.buffers = membership.buffers.only(is_exchanged)
         self.progress = SampleTracker()
         self._outcome: PushOutcome | None = None
+        self._said_nan: set[str] = set()  # names of buffers
         # One thread a shard, where there are several; daemons, so that they still work when the interpreter ends.
         self._threads = (
             [SerialExecutor(f"psclient-{shard.index}") for shard in self.shards] if len(self.shards) > 1 else []
@@ -201,7 +208,9 @@ class Cluster:
             return 0
         membership, shard = self.membership, self.membership.coordinator
         tensors, specs = self.buffers.now(), self.buffers.specs
-        data = pack(tensors)
+        on_host = [tensor.detach().cpu() for tensor in tensors]
+        self._warn_of_nan(on_host)
+        data = pack(on_host)
         header = pb.BuffersHeader(
             identity=membership.identity,
             step=step,
@@ -230,8 +239,20 @@ class Cluster:
                 raise from_refusal(average) from None
         elif adopt or membership.run_settings.buffer_policy == pb.BUFFER_POLICY_SYNC:
             for tensor, value in zip(tensors, unpack(average, specs), strict=True):
-                tensor.copy_(value)
+                once = unrepeated(tensor)
+                tensor[once].copy_(value[once])
         return moved
+
+    def _warn_of_nan(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Say once of each buffer that it is not a number somewhere."""
+        for spec, buffer in zip(self.buffers.specs, buffers, strict=True):
+            if spec.name not in self._said_nan and bool(buffer.isnan().any()):
+                self._said_nan.add(spec.name)
+                log.warning(
+                    "buffer %s is not a number somewhere, after a batch with NaN, say: such values do not count in the "
+                    "run's average, and training goes on. With --buffers sync, the average takes their place",
+                    spec.name,
+                )
 
     # The end
 

@@ -178,6 +178,7 @@ class Membership:
         answers.append(first)
         self._note(first)
         if first.state == pb.JOIN_STATE_UPLOAD:
+            self._require_finite()
             trained = any(answer.state == pb.JOIN_STATE_READY and answer.version for answer in answers)
             # Fresh weights must not replace trained ones: a worker that has a replica may come.
             done = (self._has_replica or not trained) and all(
@@ -202,6 +203,15 @@ class Membership:
                 self._await_upload(first, line)
                 return False
         return True
+
+    def _require_finite(self) -> None:
+        """Raise :class:`ConfigurationError` if a parameter of the model that is to be uploaded is not finite."""
+        name = self.replica.not_finite()
+        if name is not None:
+            raise ConfigurationError(
+                f"{name!r} has values that are not finite, and a run cannot begin with them; initialise it, or load a "
+                "checkpoint, before the optimizer is made"
+            )
 
     def _note(self, first: pb.JoinResponse) -> None:
         if self.identity.run_id != first.run_id and self.joins:

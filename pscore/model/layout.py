@@ -13,11 +13,18 @@ from itertools import accumulate, groupby, pairwise
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pscore.names import shown
 
 PARAMETER_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of parameters on a worker. The server's master copy is fp32, so fp64 would lose bits and is refused."""
+
+BUFFER_DTYPES = (
+    *(torch.float32, torch.float16, torch.bfloat16, torch.float64),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+"""Dtypes of buffers, whose values travel. Of a frozen parameter a digest travels: it may have any dtype."""
 
 _MOST_WHOLE = 1 << 16  # elements of small tensors that are sent whole in any model
 
@@ -76,7 +83,8 @@ class Span:
 class ModelLayout:
     """The tensors of a model: trained parameters, which are laid out flat, persistent buffers, and frozen parameters.
 
-    Raises ``ValueError`` where a name occurs twice or a parameter has a dtype outside :data:`PARAMETER_DTYPES`.
+    Raises ``ValueError`` if a name occurs twice, or a parameter or buffer has a dtype outside :data:`PARAMETER_DTYPES`
+    or :data:`BUFFER_DTYPES`.
     """
 
     parameters: tuple[TensorSpec, ...]
@@ -94,6 +102,11 @@ class ModelLayout:
                 raise ValueError(
                     f"parameter {spec.describe()}: only float32, float16 and bfloat16 can be trained; "
                     "convert it with model.float()"
+                )
+        for spec in self.buffers:
+            if spec.dtype not in BUFFER_DTYPES:
+                raise ValueError(
+                    f"buffer {spec.describe()}: a server does not take this dtype; register it with persistent=False"
                 )
         offsets = accumulate((spec.numel for spec in self.parameters), initial=0)
         object.__setattr__(self, "offsets", tuple(offsets))
@@ -173,9 +186,30 @@ class ModelLayout:
 
 
 def digest_of(tensor: torch.Tensor) -> bytes:
-    """Return the SHA-256 of a tensor's values, in its dtype and the order of its dimensions; about 1 GB a second."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy().data).digest()
+    """Return the SHA-256 of a tensor's values, in its dtype and the order of its dimensions; about 1 GB a second.
+
+    Of a sparse tensor, or one that consists of others, it is that of these one behind the other.
+    """
+    digest = hashlib.sha256()
+    for part in _parts(tensor.detach()):
+        flat = part.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the dense tensors that a tensor consists of: itself, if it is dense."""
+    if tensor.layout is torch.sparse_coo:
+        whole = tensor.coalesce()
+        return [whole.indices(), whole.values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in _parts(getattr(tensor, name))]
+    return [tensor]
 
 
 def layout_of(

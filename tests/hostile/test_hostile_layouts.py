@@ -49,7 +49,7 @@ def taken_or_refused(found):
 
 
 sizes = st.integers(0, 4) | st.sampled_from([2**24, 2**31, 2**32, 2**48, 2**62, 2**63 - 1, 2**63, 2**64 - 1])
-specs = st.tuples(st.sampled_from(["", "a", "b", "a\nb", "ü"]), st.lists(sizes, max_size=4), st.integers(-1, 11))
+specs = st.tuples(st.sampled_from(["", "a", "b", "a\nb", "ü"]), st.lists(sizes, max_size=4), st.integers(-1, 24))
 
 
 @given(st.lists(specs, max_size=3), st.lists(specs, max_size=2))

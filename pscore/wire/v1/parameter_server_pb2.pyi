@@ -115,19 +115,43 @@ class _DataTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DataType.Val
     DATA_TYPE_BFLOAT16: _DataType.ValueType  # 3
     """torch.bfloat16"""
     DATA_TYPE_FLOAT64: _DataType.ValueType  # 4
-    """torch.float64; buffers only"""
+    """torch.float64; buffers and frozen parameters only"""
     DATA_TYPE_INT64: _DataType.ValueType  # 5
-    """torch.int64; buffers only"""
+    """torch.int64; buffers and frozen parameters only"""
     DATA_TYPE_INT32: _DataType.ValueType  # 6
-    """torch.int32; buffers only"""
+    """torch.int32; buffers and frozen parameters only"""
     DATA_TYPE_INT16: _DataType.ValueType  # 7
-    """torch.int16; buffers only"""
+    """torch.int16; buffers and frozen parameters only"""
     DATA_TYPE_INT8: _DataType.ValueType  # 8
-    """torch.int8; buffers only"""
+    """torch.int8; buffers and frozen parameters only"""
     DATA_TYPE_UINT8: _DataType.ValueType  # 9
-    """torch.uint8; buffers only"""
+    """torch.uint8; buffers and frozen parameters only"""
     DATA_TYPE_BOOL: _DataType.ValueType  # 10
-    """torch.bool; buffers only"""
+    """torch.bool; buffers and frozen parameters only"""
+    DATA_TYPE_COMPLEX32: _DataType.ValueType  # 11
+    """torch.complex32; frozen parameters only"""
+    DATA_TYPE_COMPLEX64: _DataType.ValueType  # 12
+    """torch.complex64; frozen parameters only"""
+    DATA_TYPE_COMPLEX128: _DataType.ValueType  # 13
+    """torch.complex128; frozen parameters only"""
+    DATA_TYPE_UINT16: _DataType.ValueType  # 14
+    """torch.uint16; frozen parameters only"""
+    DATA_TYPE_UINT32: _DataType.ValueType  # 15
+    """torch.uint32; frozen parameters only"""
+    DATA_TYPE_UINT64: _DataType.ValueType  # 16
+    """torch.uint64; frozen parameters only"""
+    DATA_TYPE_FLOAT8_E4M3FN: _DataType.ValueType  # 17
+    """torch.float8_e4m3fn; frozen parameters only"""
+    DATA_TYPE_FLOAT8_E4M3FNUZ: _DataType.ValueType  # 18
+    """torch.float8_e4m3fnuz; frozen parameters only"""
+    DATA_TYPE_FLOAT8_E5M2: _DataType.ValueType  # 19
+    """torch.float8_e5m2; frozen parameters only"""
+    DATA_TYPE_FLOAT8_E5M2FNUZ: _DataType.ValueType  # 20
+    """torch.float8_e5m2fnuz; frozen parameters only"""
+    DATA_TYPE_FLOAT8_E8M0FNU: _DataType.ValueType  # 21
+    """torch.float8_e8m0fnu; frozen parameters only"""
+    DATA_TYPE_FLOAT4_E2M1FN_X2: _DataType.ValueType  # 22
+    """torch.float4_e2m1fn_x2; frozen parameters only"""
 
 class DataType(_DataType, metaclass=_DataTypeEnumTypeWrapper):
     """Element type of a tensor in the model (what the worker holds; the server's master is always fp32)."""
@@ -141,19 +165,43 @@ DATA_TYPE_FLOAT16: DataType.ValueType  # 2
 DATA_TYPE_BFLOAT16: DataType.ValueType  # 3
 """torch.bfloat16"""
 DATA_TYPE_FLOAT64: DataType.ValueType  # 4
-"""torch.float64; buffers only"""
+"""torch.float64; buffers and frozen parameters only"""
 DATA_TYPE_INT64: DataType.ValueType  # 5
-"""torch.int64; buffers only"""
+"""torch.int64; buffers and frozen parameters only"""
 DATA_TYPE_INT32: DataType.ValueType  # 6
-"""torch.int32; buffers only"""
+"""torch.int32; buffers and frozen parameters only"""
 DATA_TYPE_INT16: DataType.ValueType  # 7
-"""torch.int16; buffers only"""
+"""torch.int16; buffers and frozen parameters only"""
 DATA_TYPE_INT8: DataType.ValueType  # 8
-"""torch.int8; buffers only"""
+"""torch.int8; buffers and frozen parameters only"""
 DATA_TYPE_UINT8: DataType.ValueType  # 9
-"""torch.uint8; buffers only"""
+"""torch.uint8; buffers and frozen parameters only"""
 DATA_TYPE_BOOL: DataType.ValueType  # 10
-"""torch.bool; buffers only"""
+"""torch.bool; buffers and frozen parameters only"""
+DATA_TYPE_COMPLEX32: DataType.ValueType  # 11
+"""torch.complex32; frozen parameters only"""
+DATA_TYPE_COMPLEX64: DataType.ValueType  # 12
+"""torch.complex64; frozen parameters only"""
+DATA_TYPE_COMPLEX128: DataType.ValueType  # 13
+"""torch.complex128; frozen parameters only"""
+DATA_TYPE_UINT16: DataType.ValueType  # 14
+"""torch.uint16; frozen parameters only"""
+DATA_TYPE_UINT32: DataType.ValueType  # 15
+"""torch.uint32; frozen parameters only"""
+DATA_TYPE_UINT64: DataType.ValueType  # 16
+"""torch.uint64; frozen parameters only"""
+DATA_TYPE_FLOAT8_E4M3FN: DataType.ValueType  # 17
+"""torch.float8_e4m3fn; frozen parameters only"""
+DATA_TYPE_FLOAT8_E4M3FNUZ: DataType.ValueType  # 18
+"""torch.float8_e4m3fnuz; frozen parameters only"""
+DATA_TYPE_FLOAT8_E5M2: DataType.ValueType  # 19
+"""torch.float8_e5m2; frozen parameters only"""
+DATA_TYPE_FLOAT8_E5M2FNUZ: DataType.ValueType  # 20
+"""torch.float8_e5m2fnuz; frozen parameters only"""
+DATA_TYPE_FLOAT8_E8M0FNU: DataType.ValueType  # 21
+"""torch.float8_e8m0fnu; frozen parameters only"""
+DATA_TYPE_FLOAT4_E2M1FN_X2: DataType.ValueType  # 22
+"""torch.float4_e2m1fn_x2; frozen parameters only"""
 Global___DataType: _TypeAlias = DataType  # noqa: Y015
 
 class _ReplyMode:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore.model.layout import ModelLayout, Span, TensorSpec, layout_of
+from pscore.model.layout import FrozenTensor, ModelLayout, Span, TensorSpec, layout_of
 from pscore.wire.messages import first_difference, layout_to_message
 from tests.pscore.core_makers import layouts, spans
 
@@ -148,11 +148,21 @@ def test_a_name_may_occur_once(buffers):
         ModelLayout((A, A) if not buffers else (A,), buffers)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex64, torch.bool])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool])
 def test_only_single_and_half_precision_can_be_trained(dtype):
     with pytest.raises(ValueError, match=r"parameter w \[2\]"):
         ModelLayout((TensorSpec("w", (2,), dtype),))
     assert ModelLayout((A,), (TensorSpec("w", (2,), dtype),)).buffers[0].dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.uint16, torch.float8_e4m3fn])
+def test_any_dtype_may_be_frozen(dtype):
+    spec = TensorSpec("w", (2,), dtype)
+    with pytest.raises(ValueError, match=r"parameter w \[2\]"):
+        ModelLayout((spec,))
+    with pytest.raises(ValueError, match=r"buffer w \[2\].*persistent=False"):
+        ModelLayout((A,), (spec,))
+    assert ModelLayout((A,), frozen=(FrozenTensor(spec, bytes(32)),)).frozen[0].spec == spec
 
 
 @pytest.mark.parametrize("place", ["parameters", "buffers", "frozen"])

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pscore.model.buffers import is_exchanged, pack, packed_bytes, unpack
-from pscore.model.layout import TensorSpec
-from pscore.wire.messages import DATA_TYPES
+from pscore.model.layout import BUFFER_DTYPES, TensorSpec
 
 
 def of_bytes(spec, seed):
@@ -19,9 +18,7 @@ def of_bytes(spec, seed):
 
 
 @given(
-    st.lists(
-        st.tuples(st.lists(st.integers(0, 4), max_size=3).map(tuple), st.sampled_from(list(DATA_TYPES))), max_size=6
-    ),
+    st.lists(st.tuples(st.lists(st.integers(0, 4), max_size=3).map(tuple), st.sampled_from(BUFFER_DTYPES)), max_size=6),
     st.integers(0, 2**16),
 )
 @settings(deadline=None, max_examples=80)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from pscore.model.layout import ModelLayout, TensorSpec
+from pscore.model.layout import BUFFER_DTYPES, FrozenTensor, ModelLayout, TensorSpec
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.messages import DATA_TYPES, layout_from_message, layout_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -12,7 +12,8 @@ from tests.pscore.core_makers import layouts
 
 LAYOUT = ModelLayout(
     (TensorSpec("w", (2, 3), torch.float32, ("tied.w",)), TensorSpec("b", (), torch.bfloat16)),
-    tuple(TensorSpec(f"buffer{i}", (i,), dtype) for i, dtype in enumerate(DATA_TYPES)),
+    tuple(TensorSpec(f"buffer{i}", (i,), dtype) for i, dtype in enumerate(BUFFER_DTYPES)),
+    tuple(FrozenTensor(TensorSpec(f"frozen{i}", (i,), dtype), bytes(32)) for i, dtype in enumerate(DATA_TYPES)),
 )
 
 
@@ -28,7 +29,7 @@ def test_a_layout_comes_back(layout):
     assert back.fingerprint == layout.fingerprint
 
 
-def test_buffers_of_every_dtype_and_aliases_come_back():
+def test_frozen_parameters_and_buffers_of_every_dtype_and_aliases_come_back():
     assert over_the_wire(LAYOUT) == LAYOUT
 
 
@@ -36,9 +37,9 @@ def test_every_data_type_of_the_protocol_is_in_the_table():
     assert {*DATA_TYPES.values()} == {*pb.DataType.values()} - {pb.DATA_TYPE_UNSPECIFIED}
 
 
-def test_a_dtype_that_cannot_travel_is_named():
+def test_a_buffer_of_a_dtype_that_does_not_travel_is_named():
     with pytest.raises(ValueError, match="angles"):
-        layout_to_message(ModelLayout((), (TensorSpec("angles", (2,), torch.complex64),)))
+        ModelLayout((), (TensorSpec("angles", (2,), torch.complex64),))
 
 
 def broken(change):
@@ -54,6 +55,7 @@ def broken(change):
         (lambda m: setattr(m.parameters[0], "data_type", 0), "'w'"),
         (lambda m: setattr(m.parameters[0], "data_type", 99), "'w'"),
         (lambda m: setattr(m.parameters[0], "data_type", pb.DATA_TYPE_FLOAT64), "parameter w"),
+        (lambda m: setattr(m.buffers[0], "data_type", pb.DATA_TYPE_FLOAT8_E4M3FN), "buffer buffer0"),
         (lambda m: setattr(m.parameters[0], "name", ""), "no name"),
         (lambda m: setattr(m.parameters[1], "name", "w"), "'w' occurs twice"),
         (lambda m: m.parameters[0].shape.extend([1 << 40, 1 << 40]), "'w'"),

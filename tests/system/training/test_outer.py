@@ -117,6 +117,7 @@ class _Watched:
 
     def __init__(self, inner, model, done):
         self.inner, self.model, self.done = inner, model, done
+        self.param_groups = inner.param_groups
 
     def step(self):
         before = values(self.model)
