@@ -6,6 +6,7 @@ What fails is torch or the system below the server, and nothing of the server's 
 ``device``: no tensor can be copied, as after an error of a GPU.
 ``slow-snapshots``, ``slow-journal``: ``fsync`` of files in those directories does not return; that one waits is told by
 a file ``.met`` beside.
+``stalled-journal``: likewise, writes to files in that directory do not return.
 ``EIO-journal``, ``ENOSPC-journal``: ``fsync`` of files in that directory fails with that error.
 ``no-listing``: from the moment when a snapshot gets its name, no descriptor is left to list the snapshots with.
 """
@@ -69,17 +70,17 @@ def _device(file: Path) -> None:
     torch.Tensor.clone = clone  # type: ignore[method-assign]
 
 
-def _slow(directory: str, file: Path) -> None:
-    for name in ("fsync", "fdatasync"):
-        real = getattr(os, name)
+def _slow(directory: str, file: Path, names: Sequence[str] = ("fsync", "fdatasync")) -> None:
+    for name in names:
+        there = getattr(os, name)
 
-        def sync(descriptor: int, real: Callable[[int], None] = real) -> None:
+        def called(descriptor: int, *arguments: Any, real: Callable[..., Any] = there) -> Any:
             while directory in os.readlink(f"/proc/self/fd/{descriptor}") and file.exists():
                 file.with_suffix(".met").touch()
                 time.sleep(_POLL_SECONDS)
-            real(descriptor)
+            return real(descriptor, *arguments)
 
-        setattr(os, name, sync)
+        setattr(os, name, called)
 
 
 def _failed_sync(error: int, directory: str, file: Path) -> None:
@@ -126,6 +127,8 @@ def main() -> int:
         _no_listing(file)
     elif fault.startswith("slow-"):
         _slow(fault.removeprefix("slow-"), file)
+    elif fault.startswith("stalled-"):
+        _slow(fault.removeprefix("stalled-"), file, ("writev",))
     else:
         name, _, directory = fault.partition("-")
         _failed_sync(getattr(errno, name), directory, file)

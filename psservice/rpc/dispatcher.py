@@ -401,13 +401,14 @@ class Dispatcher:
     def _stands_in(self, opened: OpenCall) -> bool:
         """Make the event loop the apply thread, if small requests are served here, and nothing else is done with it.
 
-        The first few requests are not: they may wait for a compiler. A thread that is at work may own a lock, and wait
-        for the apply thread.
+        Requests that may touch a file are not served here: a disk keeps its caller waiting, and everybody waits for
+        the loop. The first few are not either: they may wait for a compiler. A thread that is at work may own a lock,
+        and wait for the apply thread.
         """
         return (
             self._by_threads[opened.call.rpc] >= _FIRST_PIECES
             and not opened.pool.at_work
-            and self._shard.is_small()
+            and self._shard.is_small(changes=opened.rule.changes)
             and self._apply_thread.stand_in()
         )
 

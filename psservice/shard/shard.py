@@ -117,10 +117,15 @@ class Shard:
         """The shard's part of the model, from the upload on."""
         return None if self.synchronizer is None else self.synchronizer.model
 
-    def is_small(self) -> bool:
-        """Tell whether anything that is done with all parameters is little work, and nothing waits for a disk."""
-        synchronizer = self.synchronizer
-        if synchronizer is None or self.durability.events.must_wait:
+    def is_small(self, *, changes: bool) -> bool:
+        """Tell whether a push (which ``changes`` the model) or a pull is little work, and touches no file.
+
+        With a journal each push writes a record, and a pull writes one if it closes a round.
+        """
+        synchronizer, events = self.synchronizer, self.durability.events
+        if synchronizer is None or events.must_wait:
+            return False
+        if events.journal is not None and (changes or not synchronizer.model.mode.is_asynchronous):
             return False
         span = synchronizer.model.span
         return span.end - span.start <= _SMALL_ELEMENTS
