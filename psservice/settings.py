@@ -130,7 +130,9 @@ class ServerSettings(LayeredSettings):
     image_bytes: int = setting(4 << 30, "memory of replicas' images (top-k replies); replies are exact beyond", ge=0)
     stream_bytes: int = setting(0, "memory of one push or upload; 0: enough for any valid one of the shard", ge=0)
     worker_bytes: int = setting(0, "memory of all calls of a worker, BUSY beyond; 0: twice that of a stream", ge=0)
-    inflight_bytes: int = setting(1 << 30, "memory of all calls, BUSY beyond; the oldest is always served", ge=1)
+    inflight_bytes: int = setting(
+        0, "memory of all pushes, all pulls, all downloads (each), BUSY beyond; 0: 32 an element, 1 GiB at least", ge=0
+    )
     stream_idle_seconds: float = setting(60.0, "cancel a call whose client does not send or read for so long", gt=0)
     stream_seconds: float = setting(3600.0, "cancel a call that waits for its client so long after its begin", gt=0)
     rpc_threads: int = setting(64, "threads for calls; one that waits for its client needs none", ge=4)

@@ -128,7 +128,7 @@ def sweep(sweeper: Sweeper, grid: Grid) -> tuple[Section, list[Chart]]:
         "Costs are those of this machine's CPU, for workers too: selecting from 10⁹ parameters on a core is part of "
         "each step, and a GPU would take far less. Servers have 16 such cores and one interpreter.",
         "Servers have a thread for each worker (`--rpc-threads`; the default is 64) and 64 GiB for calls "
-        "(`--inflight-bytes`; the default is 1 GiB); the row *default limits* has the defaults.",
+        "(`--inflight-bytes`); the row *default limits* has the default number of threads, and 1 GiB.",
         "GB a shard: parameters, ledger, an image for each worker that is answered top-k, calls in flight, the "
         "process.",
     ]

@@ -18,7 +18,7 @@ from pscore.wire.frames import WireForm
 from psservice.model import reply_loops
 from psservice.model.changelog import ChangedIndices, gather, is_compiled, most_changed
 from psservice.model.parameters import ModelShard
-from psservice.model.shared_reply import ReplyMessages, SharedReply
+from psservice.model.shared_reply import DenseMessages, Messages, ReplyMessages, SharedReply
 
 Result = TypeVar("Result")
 
@@ -64,15 +64,16 @@ class ExactReplies:
     def since(self, base: int | None, had: Span, form: WireForm) -> SharedReply:
         """Return the changes since ``base`` in the range that the worker has (``had``), and all values after it.
 
-        Workers that ask for the same share the reply. Raises :class:`Rejected` (``BUSY``, ``NON_FINITE``).
+        Workers that ask for the same share the reply, and the one that makes it reserves its bytes. Raises
+        :class:`Rejected` (``BUSY``, ``NON_FINITE``).
         """
         model = self.model
         position = model.changelog.appended
         changes = None if base is None else model.changelog.since(base)
         base = None if changes is None else base  # everything is sent, whatever the base is
-        self.reserve(exact_bytes(changes if had.end == model.span.end else None, model.span.length))
 
         def make() -> SharedReply:
+            self.reserve(exact_bytes(changes if had.end == model.span.end else None, model.span.length))
             found = None if changes is None or had.end < model.span.end else gather(changes, model.theta)
             if found is None:
                 return self.of(self.whole(), base, had, form)
@@ -129,12 +130,14 @@ class ExactReplies:
         """Return a reply of entries at a version, which is not shared."""
         # Cut and rounded on the host: a device would be waited for at each cut.
         segments = [segment for each in slices for segment in self.model.as_sent(each.cpu())]
-        messages = ReplyMessages(segments, form, self.chunk_bytes)
-        sent, is_dense = (
-            entries(segments),
-            any(each.offsets is None and each.span == self.model.span for each in slices),
-        )
+        sent = entries(segments)
+        is_dense = any(each.offsets is None and each.span == self.model.span for each in slices)
         nbytes = sum(4 * each.entries if each.offsets is None else 12 * each.entries for each in slices)
+        messages: Messages
+        if all(each.offsets is None for each in segments):
+            messages = DenseMessages(segments, form, self.chunk_bytes)
+        else:
+            messages = ReplyMessages(segments, form, self.chunk_bytes, 2 * nbytes)
         return SharedReply(position, version, sent, is_dense, nbytes, messages)
 
 

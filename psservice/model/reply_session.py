@@ -23,7 +23,7 @@ from psservice.model.exact_reply import (
     Reserve,
 )
 from psservice.model.parameters import ModelShard
-from psservice.model.shared_reply import ReplyMessages
+from psservice.model.shared_reply import Messages, ReplyMessages
 from psservice.model.topk import DifferenceSelection, TopKSettings, add_at
 from psservice.policy.reply_mode import ReplyRule
 
@@ -82,7 +82,7 @@ class Reply:
     density: float
     changed_density: float
     image: bool
-    messages: ReplyMessages
+    messages: Messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +291,7 @@ class ReplyMaker:
         mode: ReplyMode,
         version: int,
         entries: int,
-        messages: ReplyMessages,
+        messages: Messages,
         changed_density: float | None = None,
         *,
         image: bool = False,

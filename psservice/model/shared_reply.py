@@ -2,8 +2,9 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
@@ -17,19 +18,69 @@ _TOGETHER_SECONDS = 0.02  # that the chunks sent together may take on the link
 _MOST_REPLIES = 4
 
 
-class ReplyMessages:
+class Messages(Protocol):
     """The serialised ``PullDiffResponse`` messages of a reply behind its header: chunks, then the commit. Thread-safe.
 
-    A message is written when the first reader reaches it, and kept: each reader gets the same bytes. Segments have a
-    ``so_far`` behind each MiB; chunks, whose bytes are known, have none. After an error, which ``failed`` tells, no
-    reader gets a commit.
+    Each reader gets the same bytes.
+
+    Attributes:
+        failed: whether a message could not be written: no reader gets a commit any more.
     """
 
-    def __init__(self, segments: Iterable[SparseSlice | pb.Chunk], form: WireForm, chunk_bytes: int) -> None:
+    failed: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the messages, and what they are still to be written from, occupy at most."""
+
+    def __iter__(self) -> Iterator[bytes]: ...
+
+
+class DenseMessages:
+    """Messages of all values of some ranges: written anew for each reader, so that only the values are kept.
+
+    A slow reader then keeps one copy of the values, not two; writing costs little more than a copy of the bytes.
+    """
+
+    def __init__(self, segments: Sequence[SparseSlice], form: WireForm, chunk_bytes: int) -> None:
+        self._segments, self._form, self._chunk_bytes = segments, form, chunk_bytes
+        self.failed = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return sum(each.values.nbytes for each in self._segments)
+
+    def __iter__(self) -> Iterator[bytes]:
+        try:
+            yield from _write(self._segments, self._form, self._chunk_bytes)
+        except GeneratorExit:
+            raise
+        except BaseException:
+            self.failed = True
+            raise
+
+
+class ReplyMessages:
+    """Messages that are written when the first reader reaches them, and kept.
+
+    Segments have a ``so_far`` behind each MiB; chunks, whose bytes are known, have none. ``most_bytes`` are occupied
+    until everything is written.
+    """
+
+    def __init__(
+        self, segments: Iterable[SparseSlice | pb.Chunk], form: WireForm, chunk_bytes: int, most_bytes: int = 0
+    ) -> None:
         self._unwritten: Iterator[bytes] | None = _write(segments, form, chunk_bytes)
         self._written: list[bytes] = []
+        self._most_bytes, self._written_bytes = most_bytes, 0
         self.failed = False
         self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are occupied."""
+        return self._written_bytes if self._unwritten is None else max(self._most_bytes, self._written_bytes)
 
     def __iter__(self) -> Iterator[bytes]:
         position = 0
@@ -51,6 +102,7 @@ class ReplyMessages:
                     self._unwritten = None  # frees the entries
                 else:
                     self._written.append(message)
+                    self._written_bytes += len(message)
             return self._written[position] if position < len(self._written) else None
 
 
@@ -105,7 +157,7 @@ class SharedReply:
     entries: int
     is_dense: bool
     nbytes: int
-    messages: ReplyMessages
+    messages: Messages
 
 
 @dataclass(slots=True)

@@ -1,14 +1,16 @@
 """Bytes in flight: what calls occupy while they run, limited by stream, by worker and in total.
 
 A call is charged for a message on arrival, and, before the decoding, for what the content will occupy at its largest.
-Beyond a limit a call is refused, and its bytes are released; nothing here waits. The oldest call in flight is exempt
-from the total, and the oldest of a worker from the worker's limit. So the oldest call is never refused, and memory
-stays below the total and one stream.
+A pull is charged before its reply is made, at its largest; once the reply is made it counts for what it occupies, and
+once for all calls that send it. Beyond a limit a call is refused, and its bytes are released; nothing here waits. The
+oldest call in flight is exempt from the total, and the oldest of a worker from the worker's limit. So the oldest call
+is never refused, and memory stays below the total and one stream.
 """
 
 import math
 import random
 import threading
+from typing import Protocol
 
 from google.protobuf.message import Message
 
@@ -25,7 +27,17 @@ _ROOM_BYTES = 32 << 20  # for what does not grow with the model
 _ELEMENT_BYTES = 48  # of a push of every element, as raw offsets and fp32 values: 40 are charged
 _TENSOR_BYTES = 16 << 10  # each may be a group, and a chunk or a few, of its own
 
+_LEAST_LIMIT_BYTES, _LIMIT_ELEMENT_BYTES = 1 << 30, 32  # of all calls of a kind, as --inflight-bytes has it
+
 _RETRY_SECONDS = 0.5
+
+
+def default_limit(elements: int) -> int:
+    """Return the bytes of all calls of a kind where ``--inflight-bytes`` names none: eight times the shard's in fp32.
+
+    That is one push of every element and small ones beside it, or eight replies of every element.
+    """
+    return max(_LEAST_LIMIT_BYTES, _LIMIT_ELEMENT_BYTES * elements)
 
 
 def largest_stream(layout: ModelLayout | None, elements: int) -> int:
@@ -36,15 +48,39 @@ def largest_stream(layout: ModelLayout | None, elements: int) -> int:
     return _ROOM_BYTES + _ELEMENT_BYTES * elements + _TENSOR_BYTES * len(layout.parameters) + buffers
 
 
+class SharedBytes(Protocol):
+    """What several calls may send."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it occupies."""
+
+
 class MemoryBudget:
-    """The calls in flight and what they occupy, at most ``most`` bytes. Thread-safe."""
+    """The calls in flight and what they occupy, at most ``most`` bytes. Thread-safe.
+
+    Attributes:
+        bytes: charged to calls, beside what they share.
+        shared: what calls send, by the number of calls that do.
+    """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.lock = threading.Lock()
         self.bytes = 0
+        self.shared: dict[SharedBytes, int] = {}
         self.calls: dict[Reservation, None] = {}
         self.by_worker: dict[str, dict[Reservation, None]] = {}
+
+    @property
+    def total(self) -> int:
+        """Bytes that all calls occupy."""
+        with self.lock:
+            return self.total_now()
+
+    def total_now(self) -> int:
+        """Bytes that all calls occupy; ``lock`` is held."""
+        return self.bytes + sum(each.nbytes for each in self.shared)
 
     def open(self, largest: float = math.inf, most_of_worker: float = math.inf) -> "Reservation":
         """Return the reservation of a new call, a context; ``most_of_worker`` is for all calls of its worker."""
@@ -59,6 +95,7 @@ class Reservation:
         self._worker: str | None = None
         self._of_worker: dict[Reservation, None] = {}  # this call and its worker's others, the oldest first
         self.bytes = 0
+        self.shared: SharedBytes | None = None
 
     def __enter__(self) -> "Reservation":
         with self._budget.lock:
@@ -70,17 +107,34 @@ class Reservation:
         with budget.lock:
             budget.bytes -= self.bytes
             self.bytes = 0
+            if self.shared is not None:
+                budget.shared[self.shared] -= 1
+                if not budget.shared[self.shared]:
+                    del budget.shared[self.shared]
             del budget.calls[self]
             if self._worker is not None:
                 del self._of_worker[self]
                 if not self._of_worker:
                     del budget.by_worker[self._worker]
 
+    @property
+    def occupied(self) -> int:
+        """Bytes of this call, with all of what it shares."""
+        return self.bytes + (0 if self.shared is None else self.shared.nbytes)
+
     def clear(self) -> None:
         """Release what was charged so far."""
         with self._budget.lock:
             self._budget.bytes -= self.bytes
             self.bytes = 0
+
+    def share(self, made: SharedBytes) -> None:
+        """Release what was charged so far, and count what has been made until the call's end, once for all calls."""
+        budget = self._budget
+        with budget.lock:
+            budget.bytes -= self.bytes
+            self.bytes, self.shared = 0, made
+            budget.shared[made] = budget.shared.get(made, 0) + 1
 
     def belongs_to(self, worker_id: str) -> None:
         """Note whose call this is; raises :class:`Rejected` (``BUSY``)."""
@@ -95,7 +149,7 @@ class Reservation:
         """Charge more bytes; raises ``BAD_REQUEST`` beyond any valid stream, ``BUSY`` beyond the other limits."""
         budget = self._budget
         with budget.lock:
-            mine, total = self.bytes + nbytes, budget.bytes + nbytes
+            mine, total = self.bytes + nbytes, budget.total_now() + nbytes
             if mine > self._largest:
                 raise Rejected(
                     ErrorCode.BAD_REQUEST,
@@ -103,12 +157,13 @@ class Reservation:
                     "larger chunks, or raise --stream-bytes",
                 )
             if len(self._of_worker) > 1 and next(iter(self._of_worker)) is not self:
-                held = sum([call.bytes for call in self._of_worker])
+                held = sum([call.occupied for call in self._of_worker])
                 if held + nbytes > self._most_of_worker:
                     raise _busy(f"calls of worker {self._worker!r} hold {held} bytes (--worker-bytes)")
             if total > budget.most and next(iter(budget.calls)) is not self:
-                raise _busy(f"calls in flight hold {budget.bytes} bytes (--inflight-bytes)")
-            self.bytes, budget.bytes = mine, total
+                raise _busy(f"calls in flight hold {budget.total_now()} bytes (--inflight-bytes)")
+            self.bytes = mine
+            budget.bytes += nbytes
 
 
 def received_bytes(nbytes: int) -> int:

@@ -120,7 +120,6 @@ def bind_metrics(shard: Shard) -> None:
         (metrics.max_staleness, settings.max_staleness),
         (metrics.queue_limit, settings.apply_queue_limit),
         (metrics.call_limit, settings.rpc_threads),
-        (metrics.bytes_in_flight_limit, settings.inflight_bytes),
         (metrics.image_bytes_limit, settings.image_bytes),
         (metrics.snapshot_interval_seconds, shard.durability.snapshot_interval_seconds),
     ):

@@ -29,7 +29,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.member import Member
 from psservice.model.reply_session import PullRequest, Reply
 from psservice.rpc.calls import Call, NotYetError, require_place
-from psservice.rpc.memory_budget import MemoryBudget, Reservation, largest_stream
+from psservice.rpc.memory_budget import MemoryBudget, Reservation, default_limit, largest_stream
 from psservice.rpc.status import REPLY_MODES, RUN_STATES, run_settings
 from psservice.sampling.codec import answer_to_message, finished_of, sample_request_of
 from psservice.shard import model_install
@@ -54,12 +54,15 @@ class WorkerCalls:
     def __init__(self, shard: Shard) -> None:
         self._shard, self._settings, self._metrics = shard, shard.settings, shard.metrics
         self._layouts = JoinLayouts(shard)
-        self._training_budget = MemoryBudget(self._settings.inflight_bytes)
-        self._download_budget = MemoryBudget(self._settings.inflight_bytes)
+        most = self._settings.inflight_bytes or default_limit(0)
+        # Apart from one another: clients that read slowly keep no push out.
+        self._push_budget, self._pull_budget, self._download_budget = (MemoryBudget(most) for _ in range(3))
         self._limited: tuple[ModelLayout | None, tuple[int, int, int]] | None = None  # of a layout
+        self._budgets = self._push_budget, self._pull_budget, self._download_budget
         self._metrics.bytes_in_flight.set_function(
-            lambda: self._training_budget.bytes + self._download_budget.bytes + shard.uploads.nbytes
+            lambda: sum(each.total for each in self._budgets) + shard.uploads.nbytes
         )
+        self._metrics.bytes_in_flight_limit.set_function(self._most_in_flight)
 
     def join(self, call: Call, request: pb.JoinRequest) -> pb.JoinResponse:
         """Grant a lease."""
@@ -137,8 +140,9 @@ class WorkerCalls:
     def download_model(
         self, call: Call, request: pb.DownloadModelRequest
     ) -> Iterator[pb.DownloadModelResponse | bytes]:
-        """Send the model. Downloads have a memory budget apart from that of training."""
+        """Send the model."""
         shard = self._shard
+        self._limits()
         with self._download_budget.open() as reservation, ExitStack() as ending:
             reservation.add(4 * shard.require_model(None).span.length)  # the copy, fp32, at its largest
             copy = shard.copy_model()
@@ -223,7 +227,7 @@ class WorkerCalls:
         if request.after_step:
             self._require_pushed(identity, request.after_step)
         _, most_of_worker, dense = self._limits()
-        with self._training_budget.open(most_of_worker=most_of_worker) as reservation:
+        with self._pull_budget.open(most_of_worker=most_of_worker) as reservation:
             reservation.belongs_to(identity.worker_id)
             asked = PullRequest(
                 base_version=request.base_version if request.has_base else None,
@@ -236,6 +240,7 @@ class WorkerCalls:
                 pushes_all=request.pushes_all,
             )
             reply = pull(shard, member, request.generation, asked, reservation.add)
+            reservation.share(reply.messages)
             self._finish(call)
             header = pb.PullHeader(
                 mode=REPLY_MODES[reply.mode],
@@ -304,11 +309,14 @@ class WorkerCalls:
     def _stream(self, call: Call) -> Reservation:
         """Open the reservation of a stream that a worker sends."""
         most_of_stream, most_of_worker, _ = self._limits()
-        call.reservation = self._training_budget.open(most_of_stream, most_of_worker)
+        call.reservation = self._push_budget.open(most_of_stream, most_of_worker)
         return call.reservation
 
     def _limits(self) -> tuple[int, int, int]:
-        """Return the bytes that a stream may occupy, those that a worker may, and those of all elements."""
+        """Return the bytes that a stream may occupy, those that a worker may, and those of all elements.
+
+        The budgets follow the layout too.
+        """
         layout = self._shard.layout
         if self._limited is None or self._limited[0] is not layout:
             dense, elements = 0, 0
@@ -317,7 +325,13 @@ class WorkerCalls:
                 dense, elements = dense_bytes(layout, span), span.length
             stream = self._settings.stream_bytes or largest_stream(layout, elements)
             self._limited = layout, (stream, self._settings.worker_bytes or 2 * stream, dense)
+            for budget in self._budgets:
+                budget.most = self._settings.inflight_bytes or default_limit(elements)
         return self._limited[1]
+
+    def _most_in_flight(self) -> int:
+        self._limits()
+        return sum(each.most for each in self._budgets)
 
     def _sent(self, rpc: str, member: Member | None, nbytes: int) -> None:
         self._metrics.count(rpc, sent_bytes=nbytes)

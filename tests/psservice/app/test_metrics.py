@@ -11,14 +11,14 @@ from pscore.wire.errors import ErrorCode
 from psservice.observability.metrics import Metrics
 from psservice.recovery.durability import Durability
 from psservice.rpc.status import bind_metrics
-from psservice.rpc.workers import dense_bytes
+from psservice.rpc.workers import WorkerCalls, dense_bytes
 from psservice.settings import ServerSettings
 from psservice.shard.join import leave
 from psservice.shard.lifecycle import open_shard
 from psservice.storage import snapshots
 from psservice.storage.environment import MACHINE
 from tests.psservice.service_makers import BF16, F32, layout_of
-from tests.psservice.shard_makers import ANNA, BERT, HOUR, join, push, reason_of, upload
+from tests.psservice.shard_makers import ANNA, BERT, HOUR, join, open_shards, push, reason_of, upload
 
 LAYOUT = layout_of((6, F32), (4, BF16))
 
@@ -43,7 +43,6 @@ def value(shard, name, **labels):
 def test_bounds_and_size_are_told(running):
     settings = running.settings
     assert value(running, "psservice_queue_limit") == settings.apply_queue_limit
-    assert value(running, "psservice_bytes_in_flight_limit") == settings.inflight_bytes
     assert value(running, "psservice_call_limit") == settings.rpc_threads
     assert value(running, "psservice_snapshot_interval_seconds") == HOUR
     assert value(running, "psservice_elements") == 10
@@ -52,6 +51,14 @@ def test_bounds_and_size_are_told(running):
     labels = info.samples[0].labels
     assert (labels["run"], labels["shard"], labels["shards"], labels["method"]) == ("r", "0", "1", "dgs")
     assert labels["durability"] == "journal"
+
+
+@pytest.mark.parametrize(("elements", "given", "each"), [(10, 0, 1 << 30), (100_000_000, 0, 3_200_000_000), (10, 7, 7)])
+def test_calls_may_occupy_a_multiple_of_the_shard(elements, given, each):
+    with open_shards(inflight_bytes=given) as (shard,):
+        WorkerCalls(shard)
+        join(shard, layout_of((elements, F32)), ANNA)
+        assert value(shard, "psservice_bytes_in_flight_limit") == 3 * each, "for pushes, for pulls, for downloads"
 
 
 def test_a_shard_that_follows_waits_longer_for_its_own_snapshot(tmp_path):

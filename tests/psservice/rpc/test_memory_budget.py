@@ -110,6 +110,33 @@ def test_the_oldest_gets_through_although_it_needs_more_than_the_total():
         third.add(1_000)
 
 
+class Made:
+    """What calls send."""
+
+    nbytes = 60
+
+
+def test_what_several_calls_send_counts_once_until_the_last_of_them_ends():
+    budget, made = MemoryBudget(100), Made()
+    with budget.open(most_of_worker=100) as first:
+        first.add(90)
+        first.share(made)
+        with budget.open(most_of_worker=100) as second:
+            second.belongs_to("anna")
+            second.share(made)
+            assert budget.total == 60
+            with budget.open(most_of_worker=100) as third:
+                third.belongs_to("anna")
+                with pytest.raises(Rejected, match="worker-bytes"):
+                    third.add(41)
+        assert budget.total == 60
+        with budget.open() as fourth:
+            fourth.add(40)
+            with pytest.raises(Rejected, match="inflight-bytes"):
+                fourth.add(1)
+    assert (budget.total, budget.shared) == (0, {})
+
+
 def test_the_oldest_of_a_worker_gets_through_and_other_workers_are_not_concerned():
     ledger = MemoryBudget(10_000)
     with ExitStack() as stack:

@@ -1,11 +1,13 @@
 """What pulls may cost a server: they are charged before anything is built, and images have a budget."""
 
+import contextlib
 import re
 import urllib.request
 import zlib
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 import torch
 
@@ -63,6 +65,34 @@ class Workers:
             )
         yield pb.UploadModelRequest(commit=pb.Commit(chunks=len(starts), entries=self.size, crc32=crc))
 
+    def push(self, name, step, entries):
+        """Push ones to the first entries; return the answer."""
+        header = pb.PushHeader(
+            identity=self.identity(name), step=step, generation=self.generation, plan=[pb.Group(length=self.size)]
+        )
+        parts = [(start, min(entries, start + CHUNK)) for start in range(0, entries, CHUNK)]
+        crc = 0
+
+        def messages():
+            nonlocal crc
+            yield pb.PushSparseRequest(header=header)
+            for start, end in parts:
+                offsets, values = np.arange(end - start, dtype="<u4").tobytes(), np.ones(end - start, "<f4").tobytes()
+                crc = zlib.crc32(values, zlib.crc32(offsets, crc))
+                chunk = pb.Chunk(
+                    start=start,
+                    length=(self.size if end == entries else end) - start,
+                    count=end - start,
+                    index_codec=pb.INDEX_CODEC_RAW32,
+                    value_codec=pb.VALUE_CODEC_FP32,
+                    indices=offsets,
+                    values=values,
+                )
+                yield pb.PushSparseRequest(chunks=[chunk])
+            yield pb.PushSparseRequest(commit=pb.Commit(chunks=len(parts), entries=entries, crc32=crc))
+
+        return next(self.stub.PushSparse(messages(), timeout=TIMEOUT))
+
     def pull(self, name, last=None):
         """Pull; return the header, acknowledging an earlier one."""
         request = pb.PullDiffRequest(identity=self.identity(name), generation=self.generation)
@@ -82,9 +112,22 @@ class Workers:
         self.stub.Leave(pb.LeaveRequest(identity=self.identity(name)), timeout=TIMEOUT)
 
     def image_bytes(self):
+        return self.metric("psservice_image_bytes")
+
+    def metric(self, name):
         with urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=TIMEOUT) as page:
-            found = re.search(r"^psservice_image_bytes (\S+)$", page.read().decode(), re.MULTILINE)
+            found = re.search(rf"^{name} (\S+)$", page.read().decode(), re.MULTILINE)
         return float(found[1])
+
+    @contextlib.contextmanager
+    def unread(self, server, name):
+        """A pull of everything of which only the header and a chunk are read, on a connection of its own."""
+        with grpc.insecure_channel(server.addresses[0], options=NARROW) as channel:
+            request = pb.PullDiffRequest(identity=self.identity(name), generation=self.generation)
+            call = ParameterServerServiceStub(channel).PullDiff(iter([request]))
+            next(call), next(call)
+            yield
+            call.cancel()
 
 
 def test_where_the_budget_of_images_is_used_up_replies_are_exact():
@@ -112,6 +155,20 @@ def test_without_a_budget_no_reply_is_top_k():
         assert not workers.pull("w0", first).image
 
 
+def test_a_slow_pull_keeps_no_push_out_and_counts_what_it_occupies():
+    """That is one copy of the values, whoever sends it."""
+    with LocalServer(down_mode="exact", inflight_bytes=13 * LARGE, compute_threads=1) as server:
+        workers = Workers(server, LARGE)
+        workers.join("w1")
+        with workers.unread(server, "w0"):
+            assert 4 * LARGE <= workers.metric("psservice_bytes_in_flight") < 4.5 * LARGE
+            with workers.unread(server, "w1"):
+                assert workers.metric("psservice_bytes_in_flight") < 4.5 * LARGE, "they share it"
+            assert workers.push("w1", 1, LARGE // 4).version == 1
+            assert workers.pull("w1").version == 1, "another copy has room beside the first"
+        wait_until(lambda: workers.metric("psservice_bytes_in_flight") == 0)
+
+
 def resident(pid):
     return 1024 * int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
 
@@ -122,15 +179,12 @@ def test_pulls_that_are_refused_cost_no_memory_and_leave_no_image(down_mode):
         workers = Workers(server, LARGE)
         workers.pull("w0")
         images = workers.image_bytes() if down_mode == "topk" else 0
-        with grpc.insecure_channel(server.addresses[0], options=NARROW) as channel:
-            request = pb.PullDiffRequest(identity=workers.identity("w0"), generation=workers.generation)
-            unread = ParameterServerServiceStub(channel).PullDiff(iter([request]))
-            next(unread), next(unread)  # its header and a chunk: it is in flight, with a copy of the model
+        with workers.unread(server, "w0"):  # it is in flight, with a copy of the model
+            workers.push("w0", 1, 10)  # others do not share its reply
             for number in range(1, 5):  # what a server needs for its first of anything stays
                 workers.is_refused(f"w{number}")
             before = resident(server.processes[0].pid)
             for number in range(5, 21):
                 workers.is_refused(f"w{number}")
             assert resident(server.processes[0].pid) < before + ROOM
-            unread.cancel()
         assert workers.image_bytes() == images

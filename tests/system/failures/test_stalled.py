@@ -214,7 +214,7 @@ def test_a_second_stream_of_a_worker_is_busy_while_the_first_holds_its_share(sta
     wait_until(lambda: in_flight(server) == 0)
 
 
-def test_every_worker_is_busy_while_one_holds_the_total_and_that_one_gets_through(start):
+def test_every_push_is_busy_while_one_holds_the_total_and_that_one_gets_through(start):
     size = 10_000
     server = start(inflight_bytes=150_000)
     worker, other = joined(server, size), joined(server, size)
@@ -230,7 +230,7 @@ def test_every_worker_is_busy_while_one_holds_the_total_and_that_one_gets_throug
     call = worker.stub.PushSparse(in_two_parts(), timeout=TIMEOUT)
     wait_until(lambda: in_flight(server) > 120_000)
     assert busy(lambda: other.push(list(range(size)), [1.0] * size))
-    assert busy(other.pull)
+    other.pull()  # pulls have a limit of their own
     rest.set()
     assert next(call).version == 1
     other.step = 0
