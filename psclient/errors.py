@@ -10,7 +10,8 @@ from typing import ClassVar
 import grpc
 
 from pscore.names import escaped, shown
-from pscore.net.channels import advice
+from pscore.net.channels import NO_ANSWER, advice
+from pscore.net.proxies import told_of_proxy
 from pscore.wire.errors import ErrorCode, Rejected, details_of
 
 START_FIRST = "Start the server first, or raise PSCLIENT_CONNECT_SECONDS"
@@ -315,8 +316,11 @@ REJOIN_REASONS = frozenset(
 """Refusals after which a worker joins again; all but the first mean that the server's training is another one."""
 
 
-def from_rpc_error(error: grpc.RpcError) -> Exception:
-    """Say what a failed call means: :class:`Rejected`, a :class:`Transient`, or an error that ends the attempts."""
+def from_rpc_error(error: grpc.RpcError, address: str = "") -> Exception:
+    """Say what a failed call means: :class:`Rejected`, a :class:`Transient`, or an error that ends the attempts.
+
+    ``address`` is the one that was called, ``HOST:PORT``, for a word on a proxy.
+    """
     code, detail = error.code(), escaped(error.details() or "")
     found = details_of(error)
     reason, retry_seconds = found.reason, found.retry_seconds
@@ -334,7 +338,8 @@ def from_rpc_error(error: grpc.RpcError) -> Exception:
     if reason is not None:
         return Rejected(reason, detail, retry_seconds=retry_seconds, **found.metadata)
     if code in _TRANSIENT:
-        return Transient(f"{code.name}: {detail}", lost=code in _LOST, advice=advice(detail))
+        via = told_of_proxy(address) if address and code in NO_ANSWER else ""
+        return Transient(f"{code.name}: {detail}{via}", lost=code in _LOST, advice=advice(detail))
     if code is grpc.StatusCode.UNIMPLEMENTED:
         detail += "; is this the port for workers (--listen), or that of the health check?"
     return ServerFaultError(f"the server answered {code.name}: {detail}")

@@ -14,6 +14,7 @@ from benchmarks.scale.engine import Points
 from benchmarks.scale.real import Seen, Stage
 from benchmarks.workload.replay_worker import CALL_SECONDS
 from pscore.model.layout import ModelLayout, TensorSpec
+from pscore.net.proxies import NO_PROXY
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
@@ -101,7 +102,7 @@ def _note(found: Transport, engine: Costs, entries: float, alone: Seen, both: Se
 
 def _renewal(stage: Stage) -> float:
     """Return the CPU time of a server for one renewal of a lease."""
-    with grpc.insecure_channel(stage.addresses[0]) as channel:
+    with grpc.insecure_channel(stage.addresses[0], NO_PROXY) as channel:
         stub = ParameterServerServiceStub(channel)
         request = updates.join_request(stage.layout, 0, 1)
         request.identity.worker_id, request.identity.incarnation = "renewer", str(uuid.uuid4())

@@ -14,6 +14,7 @@ from benchmarks.workload.replay_worker import CALL_SECONDS
 from benchmarks.workload.streams import push_requests
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
+from pscore.net.proxies import NO_PROXY
 from pscore.wire import frames
 from pscore.wire.codecs.names import READABLE_INDEX_CODECS, READABLE_VALUE_CODECS
 from pscore.wire.frames import DEFAULT_CHUNK_BYTES
@@ -67,7 +68,7 @@ def upload(addresses: Sequence[str], layout: ModelLayout) -> None:
     shards, generation, run_id = len(addresses), 0, ""
     incarnation = str(uuid.uuid4())
     for shard, (address, span) in enumerate(zip(addresses, layout.shard_spans(shards), strict=True)):
-        with grpc.insecure_channel(address) as channel:
+        with grpc.insecure_channel(address, NO_PROXY) as channel:
             stub = ParameterServerServiceStub(channel)
             request = join_request(layout, shard, shards)
             request.identity.worker_id, request.identity.incarnation = "uploader", incarnation

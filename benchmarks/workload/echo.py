@@ -12,6 +12,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from pscore.net.proxies import NO_PROXY
+
 _ACK_BYTES, _REQUEST_BYTES = 32, 100
 _SERVICE = "echo"
 _Handle = Callable[[AsyncIterator[bytes], Any], AsyncIterator[bytes]]
@@ -47,7 +49,7 @@ class EchoWorker:
     """
 
     def __init__(self, address: str, name: str, messages: Sequence[bytes]) -> None:
-        self._channel = grpc.aio.insecure_channel(address, (("grpc.use_local_subchannel_pool", 1),))
+        self._channel = grpc.aio.insecure_channel(address, (("grpc.use_local_subchannel_pool", 1), *NO_PROXY))
         self._update = b"".join(messages[1:])
         self._pushes = self._channel.stream_stream(f"/{_SERVICE}/Push")()
         self._pulls = self._channel.stream_stream(f"/{_SERVICE}/Pull")()

@@ -11,6 +11,7 @@ from benchmarks.workload.replay_worker import CALL_SECONDS, OPEN_STREAMS
 from benchmarks.workload.streams import push_requests
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
+from pscore.net.proxies import NO_PROXY
 from pscore.wire import frames
 from pscore.wire.codecs.names import READABLE_INDEX_CODECS
 from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message
@@ -55,7 +56,7 @@ class RawWorker:
 
     def __init__(self, address: str, layout: ModelLayout, name: str) -> None:
         """Join."""
-        self._channel = grpc.insecure_channel(address)
+        self._channel = grpc.insecure_channel(address, NO_PROXY)
         self._stub = ParameterServerServiceStub(self._channel)
         self._layout = layout
         self._step = 0

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 import grpc
 import grpc.aio
 
+from pscore.net.proxies import NO_PROXY
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 CALL_SECONDS = 120.0
@@ -43,7 +44,7 @@ class ReplayWorker:
     """
 
     def __init__(self, address: str, name: str, messages: Sequence[bytes]) -> None:
-        self._channel = grpc.aio.insecure_channel(address, _OWN_CONNECTION)
+        self._channel = grpc.aio.insecure_channel(address, (*_OWN_CONNECTION, *NO_PROXY))
         self._join = pb.JoinRequest.FromString(messages[0])
         self._join.identity.worker_id, self._join.identity.incarnation = name, str(uuid.uuid4())
         self._push = pb.PushSparseRequest.FromString(messages[1])

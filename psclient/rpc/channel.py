@@ -199,7 +199,7 @@ class Connection:
             try:
                 return attempt(seconds)
             except grpc.RpcError as error:
-                failure = from_rpc_error(error)
+                failure = from_rpc_error(error, self._target)
                 if isinstance(failure, Rejected):
                     return failure
                 if isinstance(failure, AccessError) and may_repeat:
@@ -250,10 +250,10 @@ class Connection:
         self.pulls: Any = channel.stream_stream(f"/{_SERVICE}/PullDiff")
 
     def _open(self) -> grpc.Channel:
-        address = self.address if self.locate is None else self.locate()
+        self._target = self.address if self.locate is None else self.locate()
         self._dialled = time.monotonic()
         try:
-            return open_channel(address, self._security, _OPTIONS, self._headers)
+            return open_channel(self._target, self._security, _OPTIONS, self._headers)
         except ChannelError as error:
             raise ConfigurationError(str(error)) from error
 

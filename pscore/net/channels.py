@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 
 from pscore.names import escaped
+from pscore.net.proxies import proxy_options, told_of_proxy
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +127,10 @@ _ADVICE = {
 """Advice by a part of gRPC's words; the first that fits."""
 
 
+NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+"""Statuses of calls that have not reached a server, or have lost it."""
+
+
 def advice(detail: str) -> str:
     """Return what to change where gRPC's words show that trying again will not help; else an empty text."""
     if "failed to connect" not in detail:
@@ -133,10 +138,11 @@ def advice(detail: str) -> str:
     return next((advice for text, advice in _ADVICE.items() if text in detail), "")
 
 
-def explain(detail: str) -> str:
-    """Return gRPC's words on a failed call, escaped for a terminal or a log, and :func:`advice`."""
-    detail = escaped(detail)
-    return "; ".join(filter(None, (detail, advice(detail))))
+def explain(error: grpc.RpcError, address: str) -> str:
+    """Return gRPC's words on a failed call, escaped for a terminal or a log, and :func:`advice`; and of a proxy."""
+    detail = escaped(error.details() or "")
+    words = "; ".join(filter(None, (detail, advice(detail))))
+    return words + told_of_proxy(address) if error.code() in NO_ANSWER else words
 
 
 def is_loopback(host: str) -> bool:
@@ -155,6 +161,7 @@ def open_channel(address: str, security: Security, options: OptionPairs = (), he
             this machine.
     """
     token = security.read_token()
+    options = [*options, *proxy_options(address)]
     if security.ca is None:
         if security.cert or security.key:
             raise ChannelError("a client certificate needs TLS: name the server's CA too (--tls-ca, PSCLIENT_TLS_CA)")
@@ -164,8 +171,6 @@ def open_channel(address: str, security: Security, options: OptionPairs = (), he
                 f"the token would travel to {address} in plaintext; name the server's CA (--tls-ca, PSCLIENT_TLS_CA), "
                 "or use no token"
             )
-        if token:  # gRPC would go through the proxy of the environment, to loopback too, and the token with it
-            options = [*options, ("grpc.enable_http_proxy", 0)]
         channel = grpc.insecure_channel(address, options=options)
     else:
         if (security.cert is None) != (security.key is None):

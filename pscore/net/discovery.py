@@ -164,9 +164,7 @@ def _sort(
     answers: Mapping[str, pb.GetStatusResponse], errors: Mapping[str, grpc.RpcError], num_shards: int
 ) -> DiscoveryResult:
     """Assign an address to each shard; a shard that two servers claim has none."""
-    troubles = [
-        f"{address} does not answer ({e.code().name}: {explain(e.details() or '')})" for address, e in errors.items()
-    ]
+    troubles = [f"{address} does not answer ({e.code().name}: {explain(e, address)})" for address, e in errors.items()]
     answers = {address: answer for address, answer in answers.items() if answer.shard_index < answer.num_shards}
     totals = {num_shards} if num_shards else {answer.num_shards for answer in answers.values()}
     if len(totals) > 1:

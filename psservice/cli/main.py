@@ -108,9 +108,10 @@ def _health(options: argparse.Namespace) -> int:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+    from pscore.net.proxies import NO_PROXY
+
     address, states = options.address, health_pb2.HealthCheckResponse
-    # Without the proxy of the environment, through which gRPC would go to loopback too.
-    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+    with grpc.insecure_channel(address, options=NO_PROXY) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(  # type: ignore[attr-defined]  # made at run time
                 health_pb2.HealthCheckRequest(), timeout=options.timeout

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from pscore.net.channels import ChannelError, Security, explain, open_channel
+from pscore.net.channels import NO_ANSWER, ChannelError, Security, explain, open_channel
 from pscore.wire.errors import ErrorCode, details_of
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
@@ -18,7 +18,6 @@ EXIT_DONE, EXIT_UNREACHABLE, EXIT_USAGE, EXIT_REFUSED, EXIT_PARTIAL = 0, 1, 2, 3
 
 _MOST_THREADS = 16
 _OPEN = Security()
-_NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 _CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),  # so that an open view shows a shard soon after its restart
@@ -78,10 +77,10 @@ class ShardClients:
             return Outcome(address, getattr(self._stubs[address], rpc)(request, timeout=seconds))
         except grpc.RpcError as error:
             code, reason = error.code(), details_of(error).reason
-            message = f"{address}: {code.name}: {explain(error.details() or '')}"
+            message = f"{address}: {code.name}: {explain(error, address)}"
             if reason is None and code in _ADVICE:
                 message += f"; {_ADVICE[code]}"
-            refused = reason is not None or code not in _NO_ANSWER
+            refused = reason is not None or code not in NO_ANSWER
             return Outcome(address, error=OperateError(message, refused=refused, reason=reason))
 
     def all(

@@ -15,6 +15,7 @@ from google.rpc.error_details_pb2 import ErrorInfo
 from grpc_status import rpc_status
 from numpy.typing import NDArray
 
+from pscore.net.proxies import NO_PROXY
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
@@ -35,13 +36,13 @@ class Line:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self._channel = grpc.insecure_channel(address, _OPTIONS)
+        self._channel = grpc.insecure_channel(address, (*_OPTIONS, *NO_PROXY))
         self.stub = ParameterServerServiceStub(self._channel)
 
     def renew(self) -> None:
         """Dial anew."""
         self._channel.close()
-        self._channel = grpc.insecure_channel(self.address, _OPTIONS)
+        self._channel = grpc.insecure_channel(self.address, (*_OPTIONS, *NO_PROXY))
         self.stub = ParameterServerServiceStub(self._channel)
 
     def close(self) -> None:
