@@ -27,7 +27,10 @@ def parser(description: str, epochs: int) -> argparse.ArgumentParser:
 
 
 def save(state: dict[str, Any], path: Path) -> None:
-    """Write a state; a process that is killed meanwhile leaves the earlier file."""
+    """Write a state; a process that is killed meanwhile, or a power cut, leaves the earlier file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(state, path.with_suffix(".new"))
+    with path.with_suffix(".new").open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
     path.with_suffix(".new").replace(path)

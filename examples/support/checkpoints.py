@@ -1,5 +1,6 @@
 """What a worker keeps for a restart. The model, the data's progress and the version are the server's to keep."""
 
+import os
 import struct
 from pathlib import Path
 from pickle import UnpicklingError
@@ -23,7 +24,10 @@ def save(place: Place, optimizer: torch.optim.Optimizer, clock: Clock, model: nn
         state["model"] = model.state_dict()
     path = _path(place)
     temporary = path.with_suffix(".partial")
-    torch.save(state, temporary)
+    with temporary.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())  # a power cut then leaves the earlier file or this one
     temporary.replace(path)
 
 

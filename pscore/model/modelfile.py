@@ -4,6 +4,7 @@ A whole file has the tensors of ``model.state_dict()``. A part has the flat piec
 (names ``tensor@start``), and the layout in its metadata; :func:`read_parts` joins all parts into a whole.
 """
 
+import errno
 import json
 import os
 import secrets
@@ -13,11 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from isal.isal_zlib import crc32
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from pscore.model.layout import ModelLayout, Span
 from pscore.names import model_file_fault
+
+_CHECKSUM = "crc32"  # in the metadata
+_CANNOT_SYNC_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # some file systems in user space
 
 StateDict = dict[str, torch.Tensor]
 
@@ -70,8 +75,19 @@ def save(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str,
         raise OSError(f"cannot write {path}: {error}") from error
 
 
+def sync(path: Path) -> None:
+    """Make a file's contents, or the names in a folder, durable; raises ``OSError``."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file under a temporary name, then rename it, so that no reader sees half a file.
+
+    The file survives a power cut once this returns, and holds a checksum of its values.
 
     Raises:
         ModelFileError: see :func:`check_path`.
@@ -82,12 +98,19 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str
     try:
         temporary.touch(exist_ok=False)
         mode = temporary.stat().st_mode  # as the umask has it; safetensors would leave 0600
-        save(temporary, {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, metadata)
+        on_host = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+        save(temporary, on_host, {**metadata, _CHECKSUM: _checksum(on_host.items())})
         temporary.chmod(mode)
+        sync(temporary)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    try:
+        sync(path.parent)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC_FOLDERS:
+            raise
 
 
 def part_path(path: Path, shard_index: int, num_shards: int) -> Path:
@@ -121,6 +144,30 @@ def read_metadata(path: Path) -> dict[str, str]:
     """Read the metadata of a model file or a part; raises :class:`ModelFileError` where it cannot be read."""
     with _opened(path) as file:
         return dict(file.metadata() or {})
+
+
+def verify(path: Path) -> dict[str, str]:
+    """Check every value of a file or part that :func:`write` has written; return the metadata.
+
+    Raises :class:`ModelFileError` where the file cannot be read, or is not as it was written.
+    """
+    with _opened(path) as file:
+        metadata = dict(file.metadata() or {})
+        _require_checksum(path, metadata.get(_CHECKSUM, ""), ((name, file.get_tensor(name)) for name in file.keys()))  # noqa: SIM118
+    return metadata
+
+
+def _checksum(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Sum over the checksums of all tensors, each with its name, so that their order does not matter."""
+    total = 0
+    for name, tensor in tensors:
+        total += crc32(tensor.reshape(-1).view(torch.uint8).numpy(), crc32(name.encode()))
+    return f"{total:x}"
+
+
+def _require_checksum(path: Path, kept: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    if _checksum(tensors) != kept:
+        raise ModelFileError(f"{path} is damaged: the checksum of its values does not hold; take another copy")
 
 
 def read_parts(paths: Iterable[Path]) -> StateDict:
@@ -166,5 +213,9 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _read(path: Path) -> tuple[StateDict, dict[str, str]]:
+    """Read tensors and metadata; a file without a checksum is of another library."""
     with _opened(path) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+        state, metadata = {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+    if _CHECKSUM in metadata:
+        _require_checksum(path, metadata[_CHECKSUM], state.items())
+    return state, metadata

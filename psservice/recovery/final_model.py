@@ -68,14 +68,17 @@ class FinalModel:
         self._thread: threading.Thread | None = None
 
     def is_there(self, run_id: str, version: int) -> bool:
-        """Return whether the file is that of this run at this version, or none was asked for."""
+        """Return whether the file is that of this run at this version, and whole, or none was asked for."""
         if self._path is None:
             return True
         try:
             found = modelfile.read_metadata(self._path)
+            if (found.get("run_id"), found.get("version")) != (run_id, str(version)):
+                return False
+            modelfile.verify(self._path)
         except modelfile.ModelFileError:
             return False
-        return (found.get("run_id"), found.get("version")) == (run_id, str(version))
+        return True
 
     def begin(self, copy: Callable[[], ModelCopy], run_id: str) -> None:
         """Copy the model now, if there is a file to write, and write the file in a thread."""

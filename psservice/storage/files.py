@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from pscore.model.modelfile import save
+from pscore.model.modelfile import save, sync
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MOST_PARTS = 512  # of one writev; Linux takes 1024
@@ -141,11 +141,7 @@ class Files:
 
     def sync(self, path: Path) -> None:
         """Make a file's contents, or the names in a directory, durable."""
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path)
 
     def place(self, path: Path) -> Place:
         """Return which file this is."""

@@ -1,9 +1,12 @@
 """Model files: whole, in parts, and damaged."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from pscore.model import modelfile
 from pscore.model.layout import ModelLayout, TensorSpec
@@ -49,6 +52,47 @@ def test_a_whole_file_is_the_state_dict(tmp_path):
     assert [(name, tuple(t.shape), t.dtype) for name, t in state.items()] == [
         (spec.name, spec.shape, spec.dtype) for spec in LAYOUT.tensors()
     ]
+
+
+def test_a_file_is_on_the_disk_before_it_gets_its_name_and_the_name_before_anybody_is_told(tmp_path, monkeypatch):
+    """A power cut then leaves the earlier file or this one, and never a name with nothing behind it."""
+    path, happened = tmp_path / "m.safetensors", []
+    sync, replace = os.fsync, os.replace
+
+    def synced(descriptor):
+        happened.append(("synced", os.fstat(descriptor).st_ino))
+        sync(descriptor)
+
+    def renamed(source, target):
+        replace(source, target)
+        happened.append(("renamed", os.stat(target).st_ino))
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    modelfile.write(path, {"w": torch.arange(9.0)}, {"format": "pt"})
+    file, folder = path.stat().st_ino, tmp_path.stat().st_ino
+    assert happened == [("synced", file), ("renamed", file), ("synced", folder)]
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_values_that_have_changed_under_a_whole_header_are_found(tmp_path, zeros):
+    path = tmp_path / "m.safetensors"
+    modelfile.write(path, modelfile.assemble(LAYOUT, torch.randn(LAYOUT.size), BUFFERS.values()), {"format": "pt"})
+    data = bytearray(path.read_bytes())
+    head = 8 + int.from_bytes(data[:8], "little")
+    data[head:] = bytes(len(data) - head) if zeros else data[head:-1] + bytes([data[-1] ^ 1])
+    path.write_bytes(data)
+    for use in (modelfile.read, modelfile.verify):
+        with pytest.raises(modelfile.ModelFileError, match="checksum"):
+            use(path)
+
+
+def test_a_file_that_another_library_wrote_has_no_checksum_and_is_read(tmp_path):
+    path = tmp_path / "m.safetensors"
+    save_file({"w": torch.arange(9.0)}, path)
+    assert torch.equal(modelfile.read(path)["w"], torch.arange(9.0))
+    with pytest.raises(modelfile.ModelFileError, match="checksum"):
+        modelfile.verify(path)
 
 
 @given(layouts(), st.integers(0, 2**16))

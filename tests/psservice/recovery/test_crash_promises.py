@@ -79,6 +79,21 @@ def test_a_run_that_ended_as_the_server_died_is_ended_by_the_next(directory, mon
         assert modelfile.read_metadata(options["final_model"])["version"] == "2"
 
 
+def test_a_final_model_whose_values_a_power_cut_took_is_written_again(directory, tmp_path):
+    path = tmp_path / "final.safetensors"
+    options = {"end_versions": 1, "final_model": path}
+    with Shard(directory, **options) as engine:
+        begin(engine)
+        send(engine, 1, sparse_push(engine.span, 0.5, 1))
+        assert finish(engine) == str(path)
+    whole = path.read_bytes()
+    head = 8 + int.from_bytes(whole[:8], "little")
+    path.write_bytes(whole[:head] + bytes(len(whole) - head))
+    with Shard(directory, **options) as again:
+        assert finish(again) == str(path)
+    assert path.read_bytes()[-len(whole) + head :] == whole[head:]
+
+
 def test_a_download_waits_for_the_disk_as_a_pull_does(directory, monkeypatch):
     with Shard(directory, fsync="always") as shard:
         begin(shard)
