@@ -38,6 +38,7 @@ from psclient.rpc.shard_client import ShardClient
 from psclient.settings import ClientSettings
 from pscore import jit
 from pscore.model.layout import ModelLayout
+from pscore.net import forks
 from pscore.select import SELECTORS
 from pscore.telemetry import tracing
 from pscore.telemetry.span import TracingError
@@ -94,6 +95,8 @@ class Worker:
         settings: ClientSettings,
         layer_density: LayerDensity | None,
     ) -> None:
+        if forks.is_child_of_user():
+            raise ConfigurationError(forks.REFUSED)
         self._name, self._is_ahead = client_settings.worker_name(settings), False
         self._before_ahead: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, each with its own values
         self._devices = devices_of(model.parameters)
@@ -156,7 +159,7 @@ class Worker:
     def require_open(self) -> None:
         """Raise :class:`ConfigurationError` where the optimizer has left its run, or belongs to another process."""
         if self.lifecycle.in_child:
-            raise ConfigurationError("this process was forked from the optimizer's; make an optimizer of its own here")
+            raise ConfigurationError(forks.REFUSED)
         if self.lifecycle.ended:
             raise ConfigurationError("this optimizer has left its run (close()); make a new one to go on")
         if self._is_ahead:

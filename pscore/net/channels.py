@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 
 from pscore.names import escaped
+from pscore.net import forks
 from pscore.net.proxies import proxy_options, told_of_proxy
 
 log = logging.getLogger(__name__)
@@ -157,9 +158,12 @@ def open_channel(address: str, security: Security, options: OptionPairs = (), he
     """Open a channel to ``HOST:PORT``, with gRPC's options and metadata of every call; nothing is dialled yet.
 
     Raises:
-        ChannelError: a file cannot be read or is not what it should be, or a token would travel in plaintext beyond
-            this machine.
+        ChannelError: a file cannot be read or is not what it should be, a token would travel in plaintext beyond
+            this machine, or this process was forked from one that has opened a channel.
     """
+    if forks.is_child_of_user():
+        raise ChannelError(forks.REFUSED)
+    forks.note_channel()
     token = security.read_token()
     options = [*options, *proxy_options(address)]
     if security.ca is None:

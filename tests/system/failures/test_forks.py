@@ -1,0 +1,101 @@
+"""Forks beside a live optimizer: children that do not train are left alone, and those that would train are refused."""
+
+import subprocess
+import sys
+
+import pytest
+
+from psclient.rpc.local_server import LocalServer
+
+pytestmark = pytest.mark.executes_python  # who loads gRPC first, and in which environment, is what is tested
+
+FORKS = 120
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("method", ["dgs", "server rmsprop"])
+def test_forked_processes_live_beside_a_training_worker(method):
+    program = [sys.executable, "-m", "verify.forks", "--forks", str(FORKS), "--method", method]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert "0 children were aborted" in done.stdout
+
+
+TRAINS_TOO = """
+import os, signal, sys, torch, psclient
+server, parent, child = sys.argv[1:4]
+
+def make(name):
+    layer = torch.nn.Linear(50, 2)
+    return psclient.ASGD(layer.parameters(), lr=0.1, model=layer, server=server, worker=name)
+
+DO = {
+    "makes one": lambda: make("child"),
+    "starts a server": lambda: psclient.ASGD([torch.nn.Parameter(torch.ones(3))], lr=0.1, server="local"),
+    "steps": lambda: optimizer.step(),
+    "pulls": lambda: optimizer.pull(),
+    "downloads": lambda: psclient.download(server),
+}
+optimizer = make("parent")
+optimizer.step()
+if parent == "closed":
+    optimizer.close()
+elif parent == "downloaded":
+    optimizer.close()
+    psclient.download(server)
+pid = os.fork()
+if pid == 0:
+    signal.alarm(30)  # ends a child that hangs, with a signal
+    try:
+        DO[child]()
+    except psclient.errors.ConfigurationError as error:
+        print(error, flush=True)
+        os._exit(0)
+    os._exit(1)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("parent", "child"),
+    [
+        ("trains", "makes one"),
+        ("trains", "starts a server"),
+        ("trains", "steps"),
+        ("trains", "pulls"),
+        ("trains", "downloads"),
+        ("closed", "makes one"),
+        ("downloaded", "downloads"),
+    ],
+)
+def test_a_forked_child_that_would_talk_to_a_server_hears_at_once_how_to_start_it(parent, child):
+    with LocalServer() as server:
+        program = [sys.executable, "-c", TRAINS_TOO, server.server, parent, child]
+        done = subprocess.run(program, capture_output=True, text=True, timeout=100)
+    said, status = done.stdout.splitlines()
+    assert status == "0", done.stderr
+    assert "forkserver" in said
+    assert "spawn" in said
+
+
+LATE = """
+import os, sys
+import grpc
+import torch, psclient
+layer = torch.nn.Linear(50, 2)
+optimizer = psclient.ASGD(layer.parameters(), lr=0.1, model=layer, server=sys.argv[1])
+for _ in range(2):
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.parametrize("variable", [None, "0", "1"])
+def test_who_has_imported_grpc_with_its_fork_handlers_is_warned_once(variable):
+    with LocalServer() as server:
+        set_or_not = [f"GRPC_ENABLE_FORK_SUPPORT={variable}"] * (variable is not None)
+        program = ["env", "-u", "GRPC_ENABLE_FORK_SUPPORT", *set_or_not, sys.executable, "-c", LATE, server.server]
+        done = subprocess.run(program, capture_output=True, text=True, timeout=100)
+    assert done.stderr.count("GRPC_ENABLE_FORK_SUPPORT=0") == (variable != "0"), done.stderr
