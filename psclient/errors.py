@@ -5,6 +5,7 @@ error that a caller would expect too.
 """
 
 import re
+from collections.abc import Sequence
 from typing import ClassVar
 
 import grpc
@@ -135,6 +136,23 @@ class EpochHeldUpError(SparsepsError, TimeoutError):
             "PSCLIENT_PATIENCE_SECONDS. Nothing is lost: iterate again to go on"
         )
         self.epoch, self.samples = epoch, samples
+
+
+class WorkersStillTrainingError(SparsepsError, TimeoutError):
+    """Other workers are not through within the time that ``wait_for_all()`` was given; the optimizer stays usable.
+
+    Attributes:
+        workers: their names.
+        seconds: how long this worker has waited.
+    """
+
+    def __init__(self, workers: Sequence[str], seconds: float) -> None:
+        self.workers, self.seconds = tuple(workers), seconds
+        names = ", ".join(shown(each) for each in self.workers)
+        super().__init__(
+            f"not through after {seconds:.0f} s: {names}; call wait_for_all() again to wait longer, or go on with the "
+            "model as it is: pull() brings it. `psservice status` says how far each worker is"
+        )
 
 
 class ServerNotReadyError(SparsepsError, RuntimeError):

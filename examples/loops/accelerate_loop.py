@@ -67,7 +67,8 @@ def main() -> None:
         accelerator.print(f"epoch {epoch + 1}: loss {loss.item():.3f}, test accuracy {accuracy:.2%}", flush=True)
 
     if options.server:
-        inner.pull()  # the server's model, as it is now
+        inner.wait_for_all()  # until the other workers are through
+        inner.pull()  # the server's model, the same on all workers
     accelerator.print(f"in the end: test accuracy {evaluate(model, test_loader, accelerator.device):.2%}", flush=True)
     common.save(accelerator.unwrap_model(model).state_dict(), options.out / "model.pt")
 

@@ -78,7 +78,8 @@ def main() -> None:
         print(f"epoch {epoch + 1}: loss {loss.item():.3f}, distance {distance(model, test_images):.3f}", flush=True)
 
     if options.server:
-        optimizer.pull()  # the server's model, as it is now
+        optimizer.wait_for_all()  # until the other workers are through
+        optimizer.pull()  # the server's model, the same on all workers
     print(f"in the end: distance {distance(model, test_images):.3f}", flush=True)
     common.save(model.state_dict(), options.out / "model.pt")
 

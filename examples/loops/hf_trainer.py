@@ -76,7 +76,8 @@ def main() -> None:
     )
     trainer.train(resume_from_checkpoint=options.resume)
     if options.server:
-        optimizer.pull()  # the server's model, as it is now
+        optimizer.wait_for_all()  # until the other workers are through
+        optimizer.pull()  # the server's model, the same on all workers
     print(f"in the end: test loss {trainer.evaluate()['eval_loss']:.3f}", flush=True)
     common.save(model.state_dict(), options.out / "model.pt")
 

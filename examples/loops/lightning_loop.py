@@ -81,7 +81,8 @@ def main() -> None:
     )
     trainer.fit(model, train_loader, test_loader, ckpt_path=options.out / "last.ckpt" if options.resume else None)
     if options.server:
-        model.optimizers().pull()  # the server's model, as it is now
+        model.optimizers().wait_for_all()  # until the other workers are through
+        model.optimizers().pull()  # the server's model, the same on all workers
     accuracy = trainer.validate(model, test_loader, verbose=False)[0]["accuracy"]
     print(f"in the end: test accuracy {accuracy:.2%}", flush=True)
     common.save(model.net.state_dict(), options.out / "model.pt")

@@ -119,7 +119,8 @@ def main() -> None:
                 print(f"epoch {iteration // EPOCH}: test loss {evaluate():.3f}", flush=True)
 
     if options.server:
-        optimizer.pull()  # the server's model, as it is now
+        optimizer.wait_for_all()  # until the other workers are through
+        optimizer.pull()  # the server's model, the same on all workers
     if rank == 0:
         print(f"in the end: test loss {evaluate():.3f}", flush=True)
         common.save(model.state_dict(), options.out / "model.pt")

@@ -66,7 +66,8 @@ def main() -> None:
         print("epoch {}: test accuracy {:.2%}, of the average {:.2%}".format(epoch + 1, *accuracies), flush=True)
 
     if options.server:
-        optimizer.pull()  # the server's model, as it is now
+        optimizer.wait_for_all()  # until the other workers are through
+        optimizer.pull()  # the server's model, the same on all workers
     print(f"in the end: test accuracy {evaluate(model, test_loader, device):.2%}", flush=True)
     common.save(model.state_dict(), options.out / "model.pt")
 

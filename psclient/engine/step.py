@@ -158,6 +158,14 @@ class Stepper:
         self._await_unacked()
         self._fetch_and_apply()
 
+    def wait_for_all(self, seconds: float) -> None:
+        """Wait until all live workers are through; the buffers are the average of all then."""
+        self.finish_push()
+        if self._samples_since_exchange:
+            self._exchange_last_buffers()
+        self._membership.wait_for_all(seconds, self._push_pull.step)
+        self.totals.buffer_bytes += self._cluster.exchange_buffers(self._push_pull.step, 0)
+
     def settle_load(self, *, drops: bool = False) -> bool:
         """Offer a model that was loaded into the worker to the servers; return whether the model is another one now.
 
@@ -403,3 +411,4 @@ class Stepper:
 
     def _exchange_last_buffers(self) -> None:
         self.totals.buffer_bytes += self._cluster.exchange_buffers(self._push_pull.step, self._samples_since_exchange)
+        self._samples_since_exchange = 0

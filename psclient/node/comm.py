@@ -36,7 +36,7 @@ class RemoteError:
     @classmethod
     def of(cls, error: BaseException) -> "RemoteError":
         """Describe an error."""
-        plain = {name: value for name, value in vars(error).items() if isinstance(value, str | int | float)}
+        plain = {name: value for name, value in vars(error).items() if isinstance(value, str | int | float | tuple)}
         return cls(type(error).__name__, str(error), plain)
 
     def rebuild(self) -> SparsepsError:
@@ -46,7 +46,8 @@ class RemoteError:
             return NodeBrokenError(f"the process that speaks to the server ended with {self.kind}: {self.message}")
         error: SparsepsError = kind.__new__(kind, self.message)  # each class has a constructor of its own
         error.args = (self.message,)
-        vars(error).update(self.attributes)
+        lists = {name: tuple(value) for name, value in self.attributes.items() if isinstance(value, list)}  # JSON's
+        vars(error).update(self.attributes | lists)
         return error
 
 

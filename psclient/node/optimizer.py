@@ -25,12 +25,19 @@ from psclient.compress.groups import ParamGroups
 from psclient.engine.checks import PushedGradients, gather
 from psclient.engine.sample_counter import SampleCounter
 from psclient.engine.state import split
-from psclient.errors import ConfigurationError, CopyRefusedError, ModelChangedError, NodeBrokenError, SparsepsError
+from psclient.errors import (
+    ConfigurationError,
+    CopyRefusedError,
+    ModelChangedError,
+    NodeBrokenError,
+    SparsepsError,
+    WorkersStillTrainingError,
+)
 from psclient.model.module import describe
 from psclient.model.replica import Replica
 from psclient.node.comm import NodeComm, NodeStatus
 from psclient.node.group import leader_settings, unwrap_ddp
-from psclient.optim.arguments import check_added, check_params, check_step
+from psclient.optim.arguments import check_added, check_params, check_seconds, check_step
 from psclient.optim.base import ParameterServerOptimizer
 from psclient.report import StepReport, Totals
 from psclient.settings import ClientSettings, Server
@@ -44,6 +51,10 @@ class _Call(IntEnum):
     STEP = 2
     FLUSH = 3
     PULL = 4
+    WAIT = 5
+
+
+_WAIT_SECONDS = 30.0  # of one call that waits for other workers: the processes of a node wait less long for one another
 
 
 def _of_leader(name: str, documentation: str) -> Any:
@@ -108,7 +119,8 @@ class NodeOptimizer(Optimizer):
         self._uncounted = 0
         self._closed = False
         patience = max(resolved.connect_seconds, resolved.patience_seconds)
-        self._comm = NodeComm(group, timeout_seconds or 3 * patience + 60)
+        seconds = timeout_seconds or 3 * patience + 60
+        self._comm, self._wait_seconds = NodeComm(group, seconds), min(_WAIT_SECONDS, seconds / 2)
         self._replica = Replica(self._model.layout, self._model.parameters)
         self._samples = SampleCounter(model) if model is not None else None
         if self._samples is not None:
@@ -186,6 +198,24 @@ class NodeOptimizer(Optimizer):
     def pull(self) -> None:
         """Make the parameters the server's without pushing; see :meth:`ParameterServerOptimizer.pull`."""
         self._call(_Call.PULL, 0, lambda _: self._leader.pull())
+
+    @torch.no_grad()
+    def wait_for_all(self, seconds: float = 3600.0) -> None:
+        """Wait until every live worker is through; see :meth:`ParameterServerOptimizer.wait_for_all`.
+
+        ``seconds`` must be the same on all processes of the node.
+        """
+        check_seconds(seconds)
+        left = seconds
+        while True:
+            part = min(left, self._wait_seconds)
+            left -= part
+            try:
+                self._call(_Call.WAIT, 0, lambda _, part=part: self._leader.wait_for_all(part))  # type: ignore[misc]
+                return
+            except WorkersStillTrainingError as error:
+                if left <= 0:
+                    raise WorkersStillTrainingError(error.workers, seconds) from None
 
     def close(self) -> None:
         """Leave the run; harmless twice. Processes of the node that still wait for this one get an error."""

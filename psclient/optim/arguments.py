@@ -68,6 +68,12 @@ def check_mode(overlap: object, rounds: object) -> None:
         raise ConfigurationError(f"overlap= must be True or False, not {overlap!r}")
 
 
+def check_seconds(seconds: object) -> None:
+    """Raise :class:`ConfigurationError` where a time to wait is none."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
+        raise ConfigurationError(f"seconds must be a number of seconds, at least 0, not {seconds!r}")
+
+
 def check_step(closure: object, samples: object) -> None:
     """Raise :class:`ConfigurationError` where an argument of ``step()`` is of another kind."""
     if samples is not None and not (isinstance(samples, int) and 0 <= samples < 1 << 48):

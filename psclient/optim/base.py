@@ -42,6 +42,7 @@ from psclient.optim.arguments import (
     check_added,
     check_mode,
     check_params,
+    check_seconds,
     check_step,
     unknown_argument,
     warn_without_model,
@@ -358,9 +359,25 @@ class ParameterServerOptimizer(Optimizer, ABC):
         """
         self._worker.run(self._steps.pull)
 
+    def wait_for_all(self, seconds: float = 3600.0) -> None:
+        """Wait until every live worker has called this, or has left; then :meth:`pull` gives all of them one model.
+
+        For the end of a script, before the model is saved. The last push is answered first, and local steps are
+        pushed. A dead worker is waited for until its lease ends, and one that joins meanwhile counts. While this worker
+        waits, no round and no bound on leads waits for it. Residuals stay here, as after any step. Buffers (BatchNorm
+        statistics) are the average of all workers afterwards. After the end of the run the call returns at once.
+
+        Raises:
+            WorkersStillTrainingError: after ``seconds``; call again to go on waiting.
+            ServerUnreachableError: no server within the patience.
+        """
+        check_seconds(seconds)
+        self._worker.run(lambda: self._steps.wait_for_all(seconds))
+
     def hurry(self, seconds: float) -> None:
-        """Wait no longer than this for a server from now on."""
+        """Wait no longer than this for a server from now on, and for no other worker."""
         self._membership.set_deadline(seconds)
+        self._cluster.cancel_wait()
 
     def close(self) -> None:
         """Leave the run and free everything; stops an embedded server. Harmless twice.

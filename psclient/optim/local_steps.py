@@ -102,6 +102,11 @@ class LocalSteps:
         if self.local_steps:
             self._push(self._differences())
 
+    def wait_for_all(self, seconds: float) -> None:
+        """Push the local steps so far, and wait until all live workers are through."""
+        self.flush_on_exit()
+        self._stepper.wait_for_all(seconds)
+
     def pull(self) -> None:
         """Bring the parameters up to the server's; the local steps since the last push stay, on top of them."""
         self._settle(drops=True)

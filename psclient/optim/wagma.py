@@ -1,6 +1,6 @@
 """WAGMA-SGD: wait-avoiding group model averaging (Li et al., IEEE TPDS 2021)."""
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NoReturn
 
 from torch.optim import Optimizer
 
@@ -71,6 +71,17 @@ class WAGMA(LocalOptimizer):
             raise ConfigurationError(f"late must be 'replace' or 'paper', not {late!r}")
         agreed = {"update": "average", "group_size": str(group_size), "tau": str(tau), "late": late}
         super().__init__(inner_optimizer, 1, {}, density, agreed, averages=True, **connection)
+
+    def wait_for_all(self, seconds: float = 3600.0) -> NoReturn:
+        """Refused: each worker has a model of its own until the run ends.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(
+            "WAGMA's workers have a model each until the run is over, and become their mean then: end it (psservice "
+            "finish, or --end-samples of psservice serve), and pull()"
+        )
 
     @staticmethod
     def recurrence(group: Group) -> Recurrence:

@@ -261,6 +261,10 @@ class Cluster:
         for shard in self.shards:
             self._cancelling.submit(shard.connection.cancel_unawaited)
 
+    def cancel_wait(self) -> None:
+        """End the wait for other workers soon; waits for nothing."""
+        self._cancelling.submit(self.membership.cancel_wait)
+
     def close(self) -> None:
         """Leave the run and close the channels."""
         self.membership.leave()

@@ -19,6 +19,7 @@ from psclient.errors import (
     ServerNotReadyError,
     ServerUnreachableError,
     Transient,
+    WorkersStillTrainingError,
     from_refusal,
     from_rpc_error,
 )
@@ -50,6 +51,7 @@ log = logging.getLogger("psclient")
 
 _LEAVING_SECONDS = 2.0
 _FIRST_DEADLINE_SECONDS = 5.0  # before the first contact: a wrong address should be said soon
+_LONGEST_WAIT_SECONDS = 3600.0  # of one call, for other workers
 _LONGEST_PAUSE_SECONDS = 2.0  # between two questions about another worker's upload
 
 
@@ -101,6 +103,8 @@ class Membership:
         self._load_refused = False
         self._last_progress = 0.0  # of an upload, by any worker, while this one joins; monotonic seconds
         self._deadline = math.inf
+        self._waits, self._waiting_since = 0, -1  # how many waits for all there were; the last step before one in vain
+        self._waiting: Any = None  # the call that waits
 
     @property
     def _has_replica(self) -> bool:
@@ -343,6 +347,65 @@ class Membership:
             return self._loaded.digest
         self.digest = b"" if self.coordinator.has_base else self.replica.digest()
         return self.digest
+
+    def wait_for_all(self, seconds: float, step: int) -> None:
+        """Say everywhere that this worker is through, and return when all live workers are, or the run is over.
+
+        ``step`` is that of the last push: a wait in vain goes on if no push has followed it.
+
+        Raises:
+            WorkersStillTrainingError: after ``seconds``, or where :meth:`set_deadline` ends the wait.
+            SparsepsError: a server is lost for longer than the patience.
+        """
+        self._waits += step != self._waiting_since
+        self._waiting_since = step
+        begun = time.monotonic()
+        while not self.run_finished:
+            left = begun + seconds - time.monotonic()
+            waited_for = self._wait_once(left)
+            if waited_for is None:
+                self.join()  # the wait goes on, under the same number
+            elif not waited_for:
+                break
+            elif left <= 0 or not math.isinf(self._deadline):
+                raise WorkersStillTrainingError(waited_for, time.monotonic() - begun)
+        self._waiting_since = -1
+
+    def cancel_wait(self) -> None:
+        """Have the call that waits for other workers answered at once, where there is one."""
+        if (call := self._waiting) is not None:
+            call.cancel()
+
+    def _wait_once(self, seconds: float) -> list[str] | None:
+        """Return whom shard 0 has to wait for, at the latest after ``seconds``; ``None`` if the worker must join again.
+
+        The other shards are told first: at the one that answers, nothing of this worker is missing then.
+        """
+        answered = pb.WaitForAllResponse()
+        for shard in reversed(self.shards):
+            held = max(0.0, seconds) if shard is self.coordinator else 0.0
+
+            def attempt(timeout: float, shard: ShardClient = shard, held: float = held) -> pb.WaitForAllResponse:
+                request = pb.WaitForAllRequest(identity=self.identity, number=self._waits)
+                request.seconds = min(held, timeout / 2, _LONGEST_WAIT_SECONDS) if math.isinf(self._deadline) else 0.0
+                call = shard.connection.stub.WaitForAll.future(request, timeout=timeout)
+                self._waiting = call
+                if request.seconds and not math.isinf(self._deadline):  # set_deadline() came in between
+                    call.cancel()
+                try:
+                    answer: pb.WaitForAllResponse = shard.connection.result(call)
+                    return answer
+                finally:
+                    self._waiting = None
+
+            answer = shard.connection.call(self.policy(), attempt)
+            if isinstance(answer, Rejected):
+                if answer.reason in REJOIN_REASONS:
+                    return None
+                raise from_refusal(answer) from None
+            answered = answer
+        self.run_finished |= answered.run_state == pb.RUN_STATE_FINISHED
+        return list(answered.workers)
 
     def leave(self) -> None:
         """End the lease everywhere; failures are of no consequence, the lease ends anyway."""

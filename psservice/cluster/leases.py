@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.cluster.member import Member
+from psservice.cluster.waiters import Waiters
 from psservice.model.reply_session import ReplySession
 from psservice.policy.admission import Pace
 from psservice.policy.reply_mode import ReplyRule
@@ -46,6 +47,7 @@ class Leases:
     """The live workers of a shard. Thread-safe; nothing waits for a disk under the lock.
 
     All leases are of one length, so members in the order of their last renewal are in the order of their leases' ends.
+    ``waiters`` are woken when a lease ends, and when all live workers have become through.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Leases:
     ) -> None:
         self.lease_seconds, self.clock = lease_seconds, clock
         self._make_rule = make_rule
+        self.waiters = Waiters()
         self._members: OrderedDict[str, Member] = OrderedDict()
         self._ended: list[Member] = []
         self._lock = threading.RLock()
@@ -113,7 +116,9 @@ class Leases:
             if member is None or member.identity != identity:
                 return False
             del self._members[identity.worker_id]
-            return True
+            self._end_wait()
+        self.waiters.wake()
+        return True
 
     def evict(self, worker_id: str, ban_seconds: float) -> Member | None:
         """End the lease under a name, ban the name (0 ends a ban), and return the member (``NO_SUCH_WORKER``)."""
@@ -126,7 +131,10 @@ class Leases:
             self._bans.pop(worker_id, None)
             if ban_seconds > 0:
                 self._bans[worker_id] = self.clock() + ban_seconds
-            return self._members.pop(worker_id, None)
+            evicted = self._members.pop(worker_id, None)
+            self._end_wait()
+        self.waiters.wake()
+        return evicted
 
     def evicted(self) -> dict[str, float]:
         """Return the seconds that are left of each ban, by name."""
@@ -140,7 +148,10 @@ class Leases:
         with self._lock:
             self._drop_ended(self.clock())
             ended, self._ended = self._ended, []
-            return ended
+            self._end_wait()
+        if ended:
+            self.waiters.wake()
+        return ended
 
     def is_live(self, identity: Identity) -> bool:
         """Tell whether this identity has a lease."""
@@ -158,11 +169,34 @@ class Leases:
             self._drop_ended(self.clock())
             return len(self._members)
 
+    def wait_for_all(self, identity: Identity, number: int, *, again: bool) -> list[str]:
+        """Note that a worker is through; return the live workers that are not, none where that wait is over.
+
+        ``again``: also where the wait of that number is over. Raises as :meth:`require`.
+        """
+        with self._lock:
+            member = self.require(identity)
+            if number > member.last_wait or again:
+                member.wait = number
+            is_over = self._end_wait()
+            waited_for = self.waited_for(identity, number)
+        if is_over:
+            self.waiters.wake()
+        return waited_for
+
+    def waited_for(self, identity: Identity, number: int) -> list[str]:
+        """Return by name whom a wait goes on for; none where it is over, or its worker has no lease any more."""
+        with self._lock:
+            member = self._find(identity, self.clock())
+            if member is None or number <= member.last_wait:
+                return []
+            return sorted(name for name, other in self._members.items() if not other.wait)
+
     def pace(self, member: Member) -> Pace | None:
-        """Compare a member's clock with those of the other live ones; ``None`` where there is no other."""
+        """Compare a member's clock with those of the other live ones that train; ``None`` where there is no other."""
         with self._lock:
             self._drop_ended(self.clock())
-            others = [other for other in self._members.values() if other is not member]
+            others = [other for other in self._members.values() if other is not member and not other.wait]
             if not others:
                 return None
             slowest = min(others, key=lambda other: (other.clock, other.clock_moved))
@@ -177,6 +211,10 @@ class Leases:
             if member.pushes:
                 member.interval_seconds = smoothed(member.interval_seconds, now - member.clock_moved)
             member.has_no_samples = False
+            if member.wait:  # the worker goes on after a wait in vain: nobody waits for what it has not done meanwhile
+                member.wait = 0
+                others = (other.clock for other in self._members.values() if other is not member and not other.wait)
+                member.clock = max(member.clock, min(others, default=0))
             member.pushes += 1
             member.clock += 1
             member.clock_moved = now
@@ -196,7 +234,7 @@ class Leases:
 
     def clock_spread(self) -> int:
         """Return how many pushes the slowest live member is behind the fastest."""
-        clocks = [member.clock for member in self.members()]
+        clocks = [member.clock for member in self.members() if not member.wait]
         return max(clocks, default=0) - min(clocks, default=0)
 
     def reset_downlinks(self) -> None:
@@ -206,6 +244,17 @@ class Leases:
                 member.downlink = ReplySession(self._make_rule())
 
     # Below, the lock is held.
+
+    def _end_wait(self) -> bool:
+        """End the wait if every live worker is through; tell whether it has ended."""
+        self._drop_ended(self.clock())
+        members = self._members.values()
+        if not members or not all(member.wait for member in members):
+            return False
+        clock = max(member.clock for member in members)
+        for member in members:
+            member.last_wait, member.wait, member.clock = max(member.wait, member.last_wait), 0, clock
+        return True
 
     def _require_no_ban(self, worker_id: str) -> None:
         remaining = self._bans.get(worker_id, 0.0) - self.clock()

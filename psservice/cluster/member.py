@@ -19,6 +19,8 @@ class Member:
         interval_seconds: mean time between the worker's pushes; 0 before the second.
         first_batches: fingerprint of the worker's first batches; 0 where the worker has not sent one.
         batches_told: when the worker first sent that fingerprint.
+        wait: number of the wait for all others in which the worker is; 0 while it trains (docs/protocol.md).
+        last_wait: number of the last wait that is over.
         has_no_samples: the last lease of samples was empty and the worker holds none: rounds close without the worker.
     """
 
@@ -40,4 +42,11 @@ class Member:
     interval_seconds: float = 0.0
     first_batches: int = 0
     batches_told: float = 0.0
+    wait: int = 0
+    last_wait: int = 0
     has_no_samples: bool = False
+
+    @property
+    def makes_pushes(self) -> bool:
+        """Whether the others may have to wait for a push of this worker."""
+        return not self.wait and not self.has_no_samples

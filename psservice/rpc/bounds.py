@@ -19,6 +19,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.sampling.dataset import MOST_EPOCHS, MOST_SAMPLES, MOST_SIZE
 from psservice.wire.identity import require_name
 
+_LONGEST_WAIT_SECONDS = 3600.0  # of one call; a worker that waits longer calls again
 _LONGEST_BAN_SECONDS = 7 * 24 * 3600.0
 _MOST_VERSION = _MOST_STEP = 1 << 53  # exact as a double too: metrics, JSON
 _MOST_GENERATION = (3 << 62) - 1  # an epoch of 3·2^30: a thousand million uploads above what a worker may tell of
@@ -57,6 +58,7 @@ BOUNDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
         "epoch": (0, MOST_EPOCHS - 1),
         "samples": (0, MOST_SAMPLES),
     },
+    "WaitForAllRequest": {"number": (1, _MOST_STEP), "seconds": (0.0, _LONGEST_WAIT_SECONDS)},
     "RestoreModelRequest": {"version": (0, _MOST_VERSION)},
     "EvictWorkerRequest": {"ban_seconds": (0.0, _LONGEST_BAN_SECONDS)},
 }

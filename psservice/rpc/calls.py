@@ -14,6 +14,7 @@ from pscore.wire.dense import split_values
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.messages import place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.cluster.waiters import Waiters
 from psservice.rpc import bounds
 from psservice.rpc.auth import Caller, Role
 from psservice.rpc.memory_budget import Reservation, decoded_bytes
@@ -73,6 +74,7 @@ RULES: dict[str, Rule] = {
     "PullDiff": Rule(Role.WORKER, Lane.WORK, stays_open=True),
     "ExchangeBuffers": Rule(Role.WORKER, Lane.WORK, changes=True, in_parts=True),
     "LeaseSamples": Rule(Role.WORKER, Lane.WORK, changes=True),
+    "WaitForAll": Rule(Role.WORKER, Lane.WORK),
     "GetStatus": Rule(Role.READER, Lane.OPERATOR),
     "FinishRun": Rule(Role.WORKER, Lane.OPERATOR),  # workers report the end to the other shards
     "TakeSnapshot": Rule(Role.ADMIN, Lane.OPERATOR),
@@ -93,6 +95,18 @@ class NotYetError(Exception):
         self.identity, self.is_over = identity, is_over
 
 
+class HeldError(Exception):
+    """An answer waits for other workers.
+
+    ``seconds``: how long, from the beginning of the call; then it is made with ``Call.is_late``. ``is_over`` tells
+    whether the wait is, and ``waiters`` wake it.
+    """
+
+    def __init__(self, seconds: float, is_over: Callable[[], bool], waiters: Waiters) -> None:
+        super().__init__(seconds)
+        self.seconds, self.is_over, self.waiters = seconds, is_over, waiters
+
+
 @dataclass(slots=True)
 class Call:
     """One request that is being served: a whole call, or one of a stream that stays open.
@@ -101,6 +115,7 @@ class Call:
         span: of the trace that the caller has begun.
         identity: the worker's; set by the handler, as the next four and the last two.
         has_lease: tells whether the worker has a lease still.
+        is_late: whether the time is over that the answer may wait for other workers; set by the dispatcher.
         finish: waits until the answer may be sent; ``None`` where it may be at once.
         reservation: the memory that a stream occupies.
         raw: the messages of the stream as they came, where an empty list is set.
@@ -116,6 +131,7 @@ class Call:
     span: TraceSpan = NO_SPAN
     identity: Identity | None = None
     has_lease: Callable[[], bool] = lambda: False
+    is_late: bool = False
     finish: Callable[[], None] | None = None
     reservation: Reservation | None = None
     raw: list[bytes] | None = None

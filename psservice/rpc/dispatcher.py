@@ -30,6 +30,7 @@ from psservice.rpc.calls import (
     Answer,
     Call,
     Handler,
+    HeldError,
     Lane,
     NotYetError,
     StreamReader,
@@ -249,7 +250,29 @@ class Dispatcher:
             raise Rejected(ErrorCode.BAD_REQUEST, f"{opened.call.rpc} takes exactly one message")
         with self._request_budget.open() as reservation:
             reservation.add(received_bytes(len(raw)))
-            return await self._in_thread(opened, partial(reply_to, opened.call, cast(_OneMessage, handler), raw))
+            work = partial(reply_to, opened.call, cast(_OneMessage, handler), raw)
+            while True:
+                try:
+                    return await self._in_thread(opened, work)
+                except HeldError as held:
+                    await self._until_woken(opened, held)
+
+    async def _until_woken(self, opened: OpenCall, held: HeldError) -> None:
+        """Wait for other workers, no longer than the call may take."""
+        woken = asyncio.Event()
+
+        def wake() -> None:
+            opened.loop.call_soon_threadsafe(woken.set)
+
+        held.waiters.add(wake)
+        try:
+            if not held.is_over():
+                await opened.wait(woken.wait(), opened.started + held.seconds, "workers")
+        except StalledError:
+            self._require_serving()
+            opened.call.is_late, opened.was_cut = True, False
+        finally:
+            held.waiters.remove(wake)
 
     async def _in_turn(self, opened: OpenCall, handler: Handler, raw: bytes) -> Answers:
         """Answer a request of a stream, once the push that it comes behind is applied."""

@@ -28,7 +28,7 @@ from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message, place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.member import Member
 from psservice.model.reply_session import PullRequest, Reply
-from psservice.rpc.calls import Call, NotYetError, require_place
+from psservice.rpc.calls import Call, HeldError, NotYetError, require_place
 from psservice.rpc.memory_budget import MemoryBudget, Reservation, default_limit, largest_stream
 from psservice.rpc.status import REPLY_MODES, RUN_STATES, run_settings
 from psservice.sampling.codec import answer_to_message, finished_of, sample_request_of
@@ -39,11 +39,14 @@ from psservice.shard.pull import pull
 from psservice.shard.push import apply_push, check_push
 from psservice.shard.shard import Shard
 from psservice.shard.upload import Upload
+from psservice.shard.waiting import is_over, wait_for_all
 from psservice.types import Identity
 from psservice.wire.identity import identity_from_message
 from psservice.wire.push_stream import Reading, header_of, read_push, require_end
 
 WAIT_RETRY_SECONDS = 0.2
+
+_MOST_NAMES = 1000  # of workers, in an answer
 
 _TOGETHER_BYTES = 64 << 10  # of a message that others may be put before or behind
 
@@ -281,6 +284,15 @@ class WorkerCalls:
         answer = answer_to_message(leased, len(shard.leases))
         answer.run_state = RUN_STATES[shard.run.state]
         return answer
+
+    def wait_for_all(self, call: Call, request: pb.WaitForAllRequest) -> pb.WaitForAllResponse:
+        """Answer when all live workers are through, or the time is over."""
+        shard, number = self._shard, request.number
+        identity = self._identity(request.identity)
+        waited_for = wait_for_all(shard, identity, number)
+        if waited_for and request.seconds and not call.is_late:
+            raise HeldError(request.seconds, partial(is_over, shard, identity, number), shard.leases.waiters)
+        return pb.WaitForAllResponse(workers=waited_for[:_MOST_NAMES], run_state=RUN_STATES[shard.run.state])
 
     # Inner parts
 

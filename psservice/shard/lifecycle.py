@@ -118,6 +118,7 @@ def _end(shard: Shard) -> None:
         shard.run.state = RunState.FINISHED
         model.finish()
     log.info("run finished", extra={"version": model.version, "samples": shard.run.samples})
+    shard.leases.waiters.wake()
     shard.final_model.begin(shard.copy_now, shard.run.run_id)
 
 

@@ -70,7 +70,7 @@ class RoundSynchronizer(Synchronizer):
 
     def is_due(self) -> bool:
         """Apply the rule of the run's settings."""
-        live = [member.identity.worker_id for member in self.leases.members() if not member.has_no_samples]
+        live = [member.identity.worker_id for member in self.leases.members() if member.makes_pushes]
         return self.open_round.is_due(live, is_first=self.model.version == 0)
 
     def close(self) -> None:

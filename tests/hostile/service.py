@@ -25,7 +25,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.run import RunState
 from psservice.observability.metrics import Metrics
 from psservice.rpc.auth import ANONYMOUS_ADMIN
-from psservice.rpc.calls import RULES, Call, check, handlers_of
+from psservice.rpc.calls import RULES, Call, HeldError, check, handlers_of
 from psservice.rpc.operators import OperatorCalls
 from psservice.rpc.workers import WorkerCalls
 from psservice.settings import ServerSettings
@@ -64,7 +64,11 @@ def called(shard: Shard, handler: Any, rpc: str, request: Any) -> list[Any]:
                 answer = _read(handler(call), call, request)
             else:
                 check(call, request)
-                answer = handler(call, request)
+                try:
+                    answer = handler(call, request)
+                except HeldError:
+                    call.is_late = True
+                    answer = handler(call, request)
             if isinstance(answer, Message):
                 return [answer]
             return [message for message, _ in zip(answer, range(MOST_ANSWERS), strict=False)]
@@ -173,6 +177,7 @@ class Service:
                 pb.ExchangeBuffersRequest(header=buffers),
                 pb.ExchangeBuffersRequest(buffers=pb.BytesChunk(data=bytes(20))),
             ],
+            "WaitForAll": lambda: [pb.WaitForAllRequest(identity=identity, number=chance.randrange(1, 4))],
             "LeaseSamples": lambda: [
                 pb.LeaseSamplesRequest(
                     identity=identity,

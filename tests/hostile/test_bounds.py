@@ -122,6 +122,8 @@ def requests_of(worker, rpc):
         return [pb.ExchangeBuffersRequest(header=header), pb.ExchangeBuffersRequest(buffers=pb.BytesChunk())]
     if rpc == "LeaseSamples":
         return [pb.LeaseSamplesRequest(identity=identity, dataset="d", size=10, has_epoch=True, samples=1)]
+    if rpc == "WaitForAll":
+        return [pb.WaitForAllRequest(identity=identity, number=1)]
     if rpc == "RestoreModel":
         return [pb.RestoreModelRequest(version=1)]
     if rpc == "EvictWorker":

@@ -181,9 +181,12 @@ def two_nodes(rank: int, server: str) -> Any:
     dist.barrier()
     for step in range(4):
         train_step(ddp, optimizer, *half(rank, seed=rank // 2 + step))
+    error = caught(lambda: optimizer.wait_for_all(0)) if rank >= 2 else None
     dist.barrier()
+    optimizer.wait_for_all(100)  # the same on all processes
     optimizer.pull()
     found = {"joined": joined, "parameters": parameters(model), "version": optimizer.version}
+    found["still training"] = getattr(error, "workers", None)
     found |= {"worker": optimizer.worker, "live": optimizer.live_workers, "samples": optimizer.totals.samples}
     dist.barrier()
     optimizer.close()

@@ -2001,6 +2001,66 @@ class LeaseSamplesResponse(_message.Message):
 Global___LeaseSamplesResponse: _TypeAlias = LeaseSamplesResponse  # noqa: Y015
 
 @_typing.final
+class WaitForAllRequest(_message.Message):
+    """Says that a worker is through: its last push is answered, and it makes no other before this wait is over."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Which wait of this worker it is, from 1; the same in a repeated call, and higher in the next wait."""
+    seconds: _builtins.float
+    """How long the answer may take, seconds; 0 to be answered at once."""
+    @_builtins.property
+    def identity(self) -> Global___WorkerIdentity:
+        """Who waits."""
+
+    def __init__(
+        self,
+        *,
+        identity: Global___WorkerIdentity | None = ...,
+        number: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "number", b"number", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WaitForAllRequest: _TypeAlias = WaitForAllRequest  # noqa: Y015
+
+@_typing.final
+class WaitForAllResponse(_message.Message):
+    """Whether the wait is over."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    RUN_STATE_FIELD_NUMBER: _builtins.int
+    run_state: Global___RunState.ValueType
+    """Where the run is."""
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Live workers that are not through, at most 1,000 of them; none where the wait is over."""
+
+    def __init__(
+        self,
+        *,
+        workers: _abc.Iterable[_builtins.str] | None = ...,
+        run_state: Global___RunState.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_state", b"run_state", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WaitForAllResponse: _TypeAlias = WaitForAllResponse  # noqa: Y015
+
+@_typing.final
 class GetStatusRequest(_message.Message):
     """Asks for the status."""
 

@@ -80,6 +80,11 @@ class ParameterServerServiceStub(object):
                 request_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.LeaseSamplesRequest.SerializeToString,
                 response_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.LeaseSamplesResponse.FromString,
                 _registered_method=True)
+        self.WaitForAll = channel.unary_unary(
+                '/sparseps.v1.ParameterServerService/WaitForAll',
+                request_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.WaitForAllRequest.SerializeToString,
+                response_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.WaitForAllResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/sparseps.v1.ParameterServerService/GetStatus',
                 request_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.GetStatusRequest.SerializeToString,
@@ -192,6 +197,14 @@ class ParameterServerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WaitForAll(self, request, context):
+        """Says that a worker is through, and answers when every live worker is, or after a time. Shard 0 answers for the run; at
+        the other shards it says only that rounds need not wait for this worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Reports versions, workers, bytes.
         """
@@ -295,6 +308,11 @@ def add_ParameterServerServiceServicer_to_server(servicer, server):
                     servicer.LeaseSamples,
                     request_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.LeaseSamplesRequest.FromString,
                     response_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.LeaseSamplesResponse.SerializeToString,
+            ),
+            'WaitForAll': grpc.unary_unary_rpc_method_handler(
+                    servicer.WaitForAll,
+                    request_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.WaitForAllRequest.FromString,
+                    response_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.WaitForAllResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -581,6 +599,33 @@ class ParameterServerService(object):
             '/sparseps.v1.ParameterServerService/LeaseSamples',
             pscore_dot_wire_dot_v1_dot_parameter__server__pb2.LeaseSamplesRequest.SerializeToString,
             pscore_dot_wire_dot_v1_dot_parameter__server__pb2.LeaseSamplesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WaitForAll(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sparseps.v1.ParameterServerService/WaitForAll',
+            pscore_dot_wire_dot_v1_dot_parameter__server__pb2.WaitForAllRequest.SerializeToString,
+            pscore_dot_wire_dot_v1_dot_parameter__server__pb2.WaitForAllResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -64,6 +64,10 @@ class ParameterServerServiceStub:
     """Contributes a worker's buffers to the average and returns the average. Shard 0 only."""
     LeaseSamples: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.LeaseSamplesRequest, _parameter_server_pb2.LeaseSamplesResponse]
     """Hands a worker samples of a dataset's epoch, until it has finished them or is gone. Shard 0 only. Idempotent."""
+    WaitForAll: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.WaitForAllRequest, _parameter_server_pb2.WaitForAllResponse]
+    """Says that a worker is through, and answers when every live worker is, or after a time. Shard 0 answers for the run; at
+    the other shards it says only that rounds need not wait for this worker.
+    """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.GetStatusRequest, _parameter_server_pb2.GetStatusResponse]
     """Reports versions, workers, bytes."""
     FinishRun: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.FinishRunRequest, _parameter_server_pb2.FinishRunResponse]
@@ -110,6 +114,10 @@ class ParameterServerServiceAsyncStub(ParameterServerServiceStub):
     """Contributes a worker's buffers to the average and returns the average. Shard 0 only."""
     LeaseSamples: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.LeaseSamplesRequest, _parameter_server_pb2.LeaseSamplesResponse]  # type: ignore[assignment]
     """Hands a worker samples of a dataset's epoch, until it has finished them or is gone. Shard 0 only. Idempotent."""
+    WaitForAll: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.WaitForAllRequest, _parameter_server_pb2.WaitForAllResponse]  # type: ignore[assignment]
+    """Says that a worker is through, and answers when every live worker is, or after a time. Shard 0 answers for the run; at
+    the other shards it says only that rounds need not wait for this worker.
+    """
     GetStatus: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.GetStatusRequest, _parameter_server_pb2.GetStatusResponse]  # type: ignore[assignment]
     """Reports versions, workers, bytes."""
     FinishRun: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.FinishRunRequest, _parameter_server_pb2.FinishRunResponse]  # type: ignore[assignment]
@@ -207,6 +215,16 @@ class ParameterServerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_parameter_server_pb2.LeaseSamplesResponse, _abc.Awaitable[_parameter_server_pb2.LeaseSamplesResponse]]:
         """Hands a worker samples of a dataset's epoch, until it has finished them or is gone. Shard 0 only. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def WaitForAll(
+        self,
+        request: _parameter_server_pb2.WaitForAllRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_parameter_server_pb2.WaitForAllResponse, _abc.Awaitable[_parameter_server_pb2.WaitForAllResponse]]:
+        """Says that a worker is through, and answers when every live worker is, or after a time. Shard 0 answers for the run; at
+        the other shards it says only that rounds need not wait for this worker.
+        """
 
     @_abc_1.abstractmethod
     def GetStatus(

@@ -78,7 +78,7 @@ def named(rpc, worker_id):
     if "identity" not in holder.DESCRIPTOR.fields_by_name:
         return None
     holder.identity.CopyFrom(pb.WorkerIdentity(worker_id=worker_id, incarnation="1"))
-    for field, value in (("method", "dgs"), ("step", 1), ("size", 1)):
+    for field, value in (("method", "dgs"), ("step", 1), ("size", 1), ("number", 1)):
         if field in holder.DESCRIPTOR.fields_by_name:
             setattr(holder, field, value)
     return message

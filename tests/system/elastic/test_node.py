@@ -124,6 +124,7 @@ def test_two_nodes_share_one_server(tmp_path):
         assert_equal(*(rank["joined"] for rank in found))
         assert_equal(*(rank["parameters"] for rank in found), of_server(server, make_model(batch_norm=False)))
     assert [rank["worker"] for rank in found] == ["rank-0", "rank-0", "rank-2", "rank-2"]
+    assert [rank["still training"] for rank in found] == [None, None, ("rank-0",), ("rank-0",)]
     assert [(rank["version"], rank["live"], rank["samples"]) for rank in found] == [(8, 2, 1024)] * 4
 
 
