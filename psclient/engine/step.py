@@ -184,6 +184,8 @@ class Stepper:
         changed = digest != self._first_digest
         if self._first_digest is not None:
             self._model.check_frozen()
+        if changed and self._first_digest is None and not drops:
+            self._model.refuse_averages(replica.written())
         if changed:
             self.finish_push()
             self._offer_model(name or self._model.layout.parameters[0].name, digest, drops=drops)

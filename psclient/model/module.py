@@ -63,6 +63,7 @@ class TrainedModel:
     Attributes:
         parameters: every parameter that the server has, each once even if tied.
         frozen: those that need no gradient; the server has their digests.
+        uploaded_frozen: positions of parameters that the server has although they needed no gradient at first.
         frozen_writes: how often each frozen one had been written to at the time of its digest.
         places: of each parameter; empty without a model.
         buffers: persistent ones.
@@ -71,6 +72,7 @@ class TrainedModel:
     layout: ModelLayout
     parameters: tuple[torch.Tensor, ...]
     frozen: tuple[torch.Tensor, ...]
+    uploaded_frozen: frozenset[int]
     frozen_writes: tuple[int, ...]
     places: tuple[Place, ...]
     buffers: NamedBuffers
@@ -113,6 +115,20 @@ class TrainedModel:
                     "is frozen, and has other values than when the optimizer was made, which the server compares",
                     "load what is frozen before the optimizer is made, on all workers",
                 )
+
+    def refuse_averages(self, written: Sequence[int]) -> None:
+        """Raise :class:`ModelChangedError` if these, which the loop has written to, have never needed a gradient.
+
+        Such a tensor is the loop's own (a moving average of the weights), and the server would put its value there.
+        """
+        mine = [n for n in written if n in self.uploaded_frozen and not self.parameters[n].requires_grad]
+        if written and len(mine) == len(written):
+            raise ModelChangedError(
+                self.layout.parameters[mine[0]].name,
+                "needs no gradient, and the loop writes to it (a teacher, a moving average), while model= makes it the "
+                "server's",
+                "keep it out of model=, as docs/frozen.md shows (A teacher)",
+            )
 
     def check(self) -> None:
         """Raise :class:`ModelChangedError` where a parameter was replaced or thawed; costs a look-up for each."""
@@ -193,6 +209,7 @@ def describe(
         layout,
         parameters=tuple(parameter for _, parameter in named),
         frozen=tuple(parameter for _, parameter in frozen),
+        uploaded_frozen=frozenset(n for n, (_, parameter) in enumerate(named) if not parameter.requires_grad),
         frozen_writes=tuple(writes_to(parameter) for _, parameter in frozen),
         places=tuple(places[id(parameter)] for _, parameter in named) if model is not None else (),
         buffers=NamedBuffers([(spec, place) for spec, (_, place) in zip(layout.buffers, buffers, strict=True)]),

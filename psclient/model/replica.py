@@ -78,6 +78,11 @@ class Replica:
         position = next(n for n, (new, old) in enumerate(zip(edits, self._edits, strict=True)) if new != old)
         return self.layout.parameters[position].name
 
+    def written(self) -> list[int]:
+        """Return the positions of the parameters that others have written to in place."""
+        counts = zip(edits_of(self.parameters), self._edits, strict=True)
+        return [position for position, (now, known) in enumerate(counts) if now != known]
+
     def digest(self) -> bytes:
         """Return 32 bytes that are equal where the values are, and else all but surely not; reads all parameters."""
         digest = hashlib.sha256()

@@ -1,5 +1,6 @@
 """Parameters that need no gradient: compared with the run's, and never sent, stored or copied."""
 
+import copy
 import logging
 
 import grpc
@@ -10,7 +11,7 @@ from torch import nn
 
 import psclient
 from psclient.cli import main
-from psclient.errors import ConfigurationError, FingerprintMismatchError, ModelChangedError
+from psclient.errors import ConfigurationError, FingerprintMismatchError, ModelChangedError, ModelLoadedError
 from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
@@ -150,3 +151,59 @@ def test_a_whole_models_file_starts_a_run_of_its_trained_tensors(tmp_path, seed)
         else:
             with pytest.raises(FingerprintMismatchError, match="--init file has other values"):
                 joined(adapted(1), server)
+
+
+class Distilled(nn.Module):
+    """A student, and a teacher that is the student's moving average."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.student = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 4))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, x):
+        return self.student(x)
+
+    @torch.no_grad()
+    def follow(self):
+        for average, value in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            average.lerp_(value, 0.5)
+
+
+@pytest.mark.parametrize("on_load", [None, "server", "replace"])
+def test_a_teacher_that_the_loop_writes_to_is_said_to_be_out_of_place(on_load):
+    model = Distilled()
+    with LocalServer() as server, joined(model, server, upload_frozen=True, on_load=on_load or "error") as optimizer:
+        train_step(model, optimizer, *make_data())
+        model.follow()
+        kept = model.teacher[0].weight.clone()
+        for _ in range(2):
+            with pytest.raises(
+                ModelChangedError, match=r"'teacher\.0\.weight'.*keep it out of model=.*A teacher"
+            ) as said:
+                train_step(model, optimizer, *make_data())
+            assert type(said.value) is ModelChangedError
+        assert torch.equal(model.teacher[0].weight, kept)
+        optimizer.pull()
+        train_step(model, optimizer, *make_data())
+        assert torch.equal(model.teacher[0].weight, kept) == (on_load == "replace")
+        with torch.no_grad():
+            model.teacher[0].weight.add_(1)
+            model.student[0].weight.add_(1)
+        if on_load is None:  # a model that was loaded is another matter
+            with pytest.raises(ModelLoadedError):
+                train_step(model, optimizer, *make_data())
+        else:
+            train_step(model, optimizer, *make_data())
+
+
+def test_a_part_that_is_frozen_for_a_while_is_loaded_as_any_other():
+    model = Distilled()
+    model.teacher.requires_grad_(True)
+    with LocalServer() as server, joined(model, server, upload_frozen=True, on_load="server") as optimizer:
+        train_step(model, optimizer, *make_data())
+        model.teacher.requires_grad_(False)
+        model.follow()
+        train_step(model, optimizer, *make_data())
+        assert optimizer.version == 2
