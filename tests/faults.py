@@ -3,6 +3,7 @@
 What fails is torch or the system below the server, and nothing of the server's own, so that tests outlive its insides.
 
 ``half-step``: ``torch.optim.SGD`` steps the first of its tensors and then has no memory.
+``poison``: it does likewise, with a TypeError, at each step in which a gradient is 2.
 ``device``: no tensor can be copied, as after an error of a GPU.
 ``slow-snapshots``, ``slow-journal``: ``fsync`` of files in those directories does not return; that one waits is told by
 a file ``.met`` beside.
@@ -40,7 +41,7 @@ def spawner(fault: str, file: Path) -> Callable[[Sequence[str], int, IO[str] | N
     return spawn
 
 
-def _half_step(file: Path) -> None:
+def _half_step(file: Path, error: Exception, gradient: float | None = None) -> None:
     import torch
 
     real = torch.optim.SGD.step
@@ -49,10 +50,12 @@ def _half_step(file: Path) -> None:
         tensors = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
         if len(tensors) == 1 or not file.exists():
             return real(self, closure)
+        if gradient is not None and not any(gradient in tensor.grad for tensor in tensors if tensor.grad is not None):
+            return real(self, closure)
         for tensor in tensors[1:]:
             tensor.grad = None
         real(self, closure)
-        raise MemoryError("no memory for the rest of the step")
+        raise error
 
     torch.optim.SGD.step = step  # type: ignore[method-assign]
 
@@ -120,7 +123,9 @@ def main() -> int:
     """Set the fault up, then become the server."""
     fault, file = sys.argv[1], Path(sys.argv[2])
     if fault == "half-step":
-        _half_step(file)
+        _half_step(file, MemoryError("no memory for the rest of the step"))
+    elif fault == "poison":
+        _half_step(file, TypeError("this step cannot be done"), gradient=2.0)
     elif fault == "device":
         _device(file)
     elif fault == "no-listing":

@@ -23,6 +23,7 @@ from psservice.recovery.replayer import LogReplayer
 from psservice.storage.datadir import DataDir
 from psservice.storage.files import StorageError, discard
 from psservice.storage.manifest import Manifest
+from psservice.storage.recovery_source import RecordError, RecoverySource
 from psservice.storage.snapshots import Snapshot
 
 log = logging.getLogger(__name__)
@@ -94,19 +95,14 @@ class Durability:
         """Bring the new shard to the last state in the directory; raises :class:`StorageError`."""
         if self._dir is None:
             return
+        started = self._environment.monotonic()
         source = self._dir.source()
         if source is None:
             log.info("the data directory is empty", extra={"path": str(self._dir.path)})
             self.events.journal = self._dir.begin(is_served=True)
             return
+        source, replayer = self._replay(self._dir, source)
         manifest = source.snapshot.manifest
-        self._require_ours(manifest)
-        replayer = LogReplayer(source, self._shard.device, self._settings.shard, self._environment.monotonic)
-        started = reported = self._environment.monotonic()
-        for version in replayer.replay():
-            if self._environment.monotonic() - reported > _PROGRESS_SECONDS:
-                reported = self._environment.monotonic()
-                log.info("replaying the journal", extra={"version": version, "records": replayer.replayed})
         if source.lost:
             dropped = f"at least {replayer.versions_dropped()}"
             log.error(
@@ -142,6 +138,29 @@ class Durability:
         )
         if new_history or has_other_settings or self.events.journal is None:
             self.take()  # the disk must be right if this process is killed
+
+    def _replay(self, data_dir: DataDir, source: RecoverySource) -> tuple[RecoverySource, LogReplayer]:
+        """Replay everything behind the newest snapshot; raises :class:`StorageError`.
+
+        With ``--recover last-good``, up to the first record that cannot be applied.
+        """
+        try:
+            return source, self._replay_all(source)
+        except RecordError as error:
+            again = data_dir.source(error) if self._settings.recover == "last-good" else None
+            if again is None:
+                raise
+        return self._replay(data_dir, again)  # anew: half of the record may be in the model
+
+    def _replay_all(self, source: RecoverySource) -> LogReplayer:
+        self._require_ours(source.snapshot.manifest)
+        replayer = LogReplayer(source, self._shard.device, self._settings.shard, self._environment.monotonic)
+        reported = self._environment.monotonic()
+        for version in replayer.replay():
+            if self._environment.monotonic() - reported > _PROGRESS_SECONDS:
+                reported = self._environment.monotonic()
+                log.info("replaying the journal", extra={"version": version, "records": replayer.replayed})
+        return replayer
 
     def _require_ours(self, manifest: Manifest) -> None:
         mine = (self._settings.shard_index, self._settings.num_shards)

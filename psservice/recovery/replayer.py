@@ -118,21 +118,15 @@ class LogReplayer:
     def replay(self, to_version: int | None = None) -> Iterator[int]:
         """Replay the records one by one, and yield the version after each.
 
-        Raises :class:`StorageError` where a record does not fit the ones before, or the version is not covered.
+        Raises :class:`StorageError` where the version is not covered, and :class:`RecordError` where a record cannot be
+        applied: the model may then have half of it.
         """
         if to_version is None or to_version > self.model.version:
             for record in self._source.records():
                 try:
                     self._redo(record)
-                except (Rejected, ValueError, DecodeError, KeyError, IndexError) as error:
-                    self._source.refuse(record, f"a record cannot be done: {error}")
-                    break
-                except (MemoryError, RuntimeError) as error:  # torch's want of memory is the latter
-                    raise StorageError(
-                        f"the record at byte {record.offset} of the journal behind {self.snapshot.path} cannot be "
-                        f"applied: {error!r}; nothing on the disk was changed: mend the cause (is memory short?) and "
-                        "start again"
-                    ) from error
+                except Exception as error:  # torch's want of memory is a RuntimeError; and whatever fails each time
+                    raise self._source.unfit(record, error) from error
                 self.replayed += 1
                 yield self.model.version
                 if self.model.version == to_version:

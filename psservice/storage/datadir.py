@@ -19,7 +19,7 @@ from psservice.storage.files import Files, StorageError, discard
 from psservice.storage.journal import Journal, segment_numbers
 from psservice.storage.lock_file import LockFile, Watermark
 from psservice.storage.manifest import Manifest
-from psservice.storage.recovery_source import RecoverySource, newest_source
+from psservice.storage.recovery_source import RecordError, RecoverySource, newest_source
 from psservice.storage.snapshots import Snapshot
 
 log = logging.getLogger(__name__)
@@ -54,9 +54,13 @@ class DataDir:
             raise StorageError(f"cannot write to {self.path} (--data-dir): {error.strerror}") from error
         snapshots.remove_unfinished(self.files, self._snapshots)
 
-    def source(self) -> RecoverySource | None:
-        """Open the newest snapshot and its journal, to be read before :meth:`begin`; ``None`` in an empty directory."""
-        return newest_source(self.path, self.files, strict=self._settings.recover == "strict", repair=True)
+    def source(self, unfit: RecordError | None = None) -> RecoverySource | None:
+        """Open the newest snapshot and its journal, to be read before :meth:`begin`; ``None`` in an empty directory.
+
+        ``unfit`` is a record that could not be applied.
+        """
+        strict = self._settings.recover == "strict"
+        return newest_source(self.path, self.files, strict=strict, repair=True, unfit=unfit)
 
     def begin(self, *, is_served: bool) -> Journal | None:
         """Begin to append, in a new segment of the journal, if one is kept; raises :class:`StorageError`.

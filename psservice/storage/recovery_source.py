@@ -14,6 +14,18 @@ from psservice.storage.snapshots import Snapshot
 log = logging.getLogger(__name__)
 
 
+class RecordError(StorageError):
+    """A record was read whole, and cannot be applied; ``place`` is its file and offset."""
+
+    def __init__(self, path: Path, record: Record, error: Exception) -> None:
+        self.place = path, record.offset
+        self.damage = f"the record at byte {record.offset} of {path} cannot be applied: {error!r}"
+        super().__init__(
+            f"{self.damage}; nothing on the disk was changed. Mend the cause (is memory short?) and start again, or "
+            "start with --recover last-good to go back to the version before it"
+        )
+
+
 class RecoverySource:
     """A snapshot, and the records behind it; raises :class:`StorageError` where the snapshot is damaged.
 
@@ -23,6 +35,7 @@ class RecoverySource:
         strict: whether damage is an error; else reading ends there (``--recover last-good``).
         repair: whether a torn tail is cut off its file; a reader beside a running server must not.
         is_copy: whether the directory is a copy of the one that the watermark speaks of.
+        unfit: a record that could not be applied: it counts as damage.
 
     Attributes:
         tensors: the snapshot's.
@@ -42,8 +55,9 @@ class RecoverySource:
         strict: bool = True,
         repair: bool = False,
         is_copy: bool = False,
+        unfit: RecordError | None = None,
     ) -> None:
-        self.is_copy = is_copy
+        self.is_copy, self._unfit = is_copy, unfit
         self._files, self._journal = files, directory / "journal"
         self.snapshot, self.tensors = snapshot, snapshot.read()
         self._watermark, self._strict, self._repair = watermark, strict, repair
@@ -90,7 +104,11 @@ class RecoverySource:
             try:
                 if number not in there:
                     raise DamagedError(segment.path, 0, "this segment is missing")
-                yield from segment.records()
+                for record in segment.records():
+                    if self._unfit is not None and self._unfit.place == (segment.path, record.offset):
+                        self._give_up(self._unfit)
+                        return
+                    yield record
                 missing = self._bytes_required - segment.valid_bytes
                 if number == self._watermark.segment and missing > 0 and self._is_hot_copy:
                     log.warning("the copy ends before the lock", extra={"file": str(segment.path), "bytes": missing})
@@ -107,10 +125,10 @@ class RecoverySource:
             if segment.torn is not None:
                 self._drop_tail(segment)
 
-    def refuse(self, record: Record, why: str) -> None:
-        """Give up the record that was read last and those behind it, or raise :class:`DamagedError` if strict."""
+    def unfit(self, record: Record, error: Exception) -> RecordError:
+        """Return what to raise where the record that was read last cannot be applied."""
         assert self._reading is not None
-        self._give_up(DamagedError(self._reading.path, record.offset, why))
+        return RecordError(self._reading.path, record, error)
 
     def earlier_segments(self) -> Iterator[Iterator[Record]]:
         """Yield the records of each segment before the snapshot, newest segment first; raises ``StorageError``."""
@@ -134,7 +152,7 @@ class RecoverySource:
         log.error("what is behind the damage is given up, as asked for", extra={"damage": damage})
         self.lost = True
 
-    def _give_up(self, error: DamagedError) -> None:
+    def _give_up(self, error: DamagedError | RecordError) -> None:
         self.tolerate(error.damage, error)
         self._damaged = self._reading
 
@@ -166,7 +184,12 @@ class RecoverySource:
 
 
 def newest_source(
-    directory: Path, files: Files = DISK, *, strict: bool = True, repair: bool = False
+    directory: Path,
+    files: Files = DISK,
+    *,
+    strict: bool = True,
+    repair: bool = False,
+    unfit: RecordError | None = None,
 ) -> RecoverySource | None:
     """Open the newest snapshot that is whole; return ``None`` where nothing was ever kept.
 
@@ -188,6 +211,7 @@ def newest_source(
                 strict=strict,
                 repair=repair,
                 is_copy=copied,
+                unfit=unfit,
             )
             break
         except StorageError as error:

@@ -253,7 +253,7 @@ def test_a_record_that_does_not_follow_is_refused_and_last_good_goes_back_before
         copy = following
     second = segment_path(journal_of(copy), segment_numbers(DISK, journal_of(copy))[-2])
     os.truncate(second, 20)  # cut behind its head: exactly between two records
-    with pytest.raises(StorageError, match="cannot be done"):
+    with pytest.raises(StorageError, match="cannot be applied"):
         Shard(copy)
     with Shard(copy, recover="last-good") as again:
         assert again.model.version == 1

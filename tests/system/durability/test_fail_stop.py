@@ -111,6 +111,36 @@ def test_where_the_record_fails_again_the_server_does_not_start_and_says_why(bro
         assert np.array_equal(model(server), np.full(sum(SIZES), -3.0, np.float32))
 
 
+def test_a_record_that_fails_each_time_is_named_and_last_good_goes_back_to_the_version_before(tmp_path, monkeypatch):
+    poisoned, log = tmp_path / "poisoned", tmp_path / "log"
+    monkeypatch.setattr(psclient.rpc.local_server, "spawn", spawner("poison", poisoned))
+    poisoned.touch()
+    with log.open("w") as log_to, failing(data_dir=tmp_path / "data", log_to=log_to) as (server, worker):
+        worker.push_all(1.0)
+        with pytest.raises(grpc.RpcError):
+            worker.push_all(2.0)
+        assert server.processes[0].wait(TIMEOUT) == FAILED
+        said = log.read_text()
+        with pytest.raises(ConfigurationError, match="status 1"):
+            server.restart()
+        said = log.read_text().removeprefix(said)
+        assert "Traceback" not in said
+        assert "cannot be applied: TypeError" in said
+        assert "--recover last-good" in said
+        server._settings["recover"] = "last-good"
+        server.restart()
+        assert np.array_equal(model(server), np.full(sum(SIZES), -1.0, np.float32)), "nothing of half a step"
+        again = Worker(server.addresses[0])
+        again.identity.worker_id = "again"
+        again.join()
+        again.pull()
+        assert again.push_all(4.0).version == 2
+        server._settings["recover"] = "strict"
+        server.processes[0].kill()
+        server.restart()
+        assert np.array_equal(model(server), np.full(sum(SIZES), -5.0, np.float32))
+
+
 def test_without_a_data_directory_it_ends_likewise_and_the_worker_uploads_again(broken):
     with failing() as (server, worker):
         worker.push_all(1.0)
