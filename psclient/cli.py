@@ -5,12 +5,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pscore.streams import open_missing_streams
 from pscore.units import positive_seconds
 from pscore.version import __version__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0 done, 1 failed, 2 wrong usage."""
+    open_missing_streams()
     parser = argparse.ArgumentParser(prog="psclient", description="The worker's side of a sparse parameter server.")
     parser.add_argument("--version", action="version", version=f"psclient {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

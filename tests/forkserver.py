@@ -113,6 +113,9 @@ class Popen(_Execute):  # type: ignore[type-arg]
         is_unbuffered = words[1:2] == ["-u"]  # torchrun's
         if is_unbuffered:
             del words[1]
+        is_safe = words[1:2] == ["-P"]
+        if is_safe:
+            del words[1]
         if shell or preexec_fn or not _server.is_here or not _is_forkable(words, environment):
             before = (args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell)
             super()._execute_child(*before, *rest)  # type: ignore[misc]
@@ -120,6 +123,7 @@ class Popen(_Execute):  # type: ignore[type-arg]
         standard = (pipes[0], pipes[3], pipes[5])
         request = {
             "words": words[1:],
+            "safe": is_safe,
             "environment": environment | ({"PYTHONUNBUFFERED": "1"} if is_unbuffered else {}),
             "directory": os.fspath(cwd) if cwd else os.getcwd(),
             "numbers": [0, 1, 2, *pass_fds],
@@ -140,6 +144,7 @@ def spawn(path: Any, arguments: Sequence[Any], descriptors: Sequence[int]) -> in
         return _spawn(path, arguments, descriptors)
     request = {
         "words": words[words.index("-c") :],  # flags stand before it
+        "safe": False,
         "environment": dict(os.environ),
         "directory": os.getcwd(),
         "numbers": [0, 1, 2, *descriptors],
@@ -260,13 +265,14 @@ def _open_standard_streams() -> None:
         setattr(sys, f"__{name}__", stream)
 
 
-def _run(words: Sequence[str]) -> None:
-    """Do what ``python -c``, ``python -m`` and ``python FILE`` do."""
+def _run(words: Sequence[str], *, safe: bool) -> None:
+    """Do what ``python -c``, ``python -m`` and ``python FILE`` do; ``safe`` as with ``-P``."""
     for path in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         if path:
             sys.path.insert(0, path)
     if words[0] == "-m":
-        sys.path.insert(0, os.getcwd())
+        if not safe:
+            sys.path.insert(0, os.getcwd())
         sys.argv = ["-m", *words[2:]]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     elif words[0] == "-c":
@@ -299,7 +305,7 @@ def _answer(listening: socket.socket) -> NoReturn:
     _open_standard_streams()
     status: object = 0
     try:
-        _run(request["words"])
+        _run(request["words"], safe=request["safe"])
     except SystemExit as ended:
         status = ended.code
     if not isinstance(status, int | None):

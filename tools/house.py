@@ -19,7 +19,7 @@ ROOMS = {
         ["wire"],
         ["model", "select", "telemetry"],
         ["config", "jit", "pointers"],
-        ["names", "units", "version"],
+        ["names", "streams", "units", "version"],
     ],
     "psclient": [
         ["__init__", "__main__"],

@@ -1,5 +1,6 @@
 """Servers on this machine: ``python -m psservice serve`` as child processes on loopback."""
 
+import fcntl
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import IO
 
 from psclient.errors import ConfigurationError, ServerUnreachableError
@@ -18,6 +20,8 @@ log = logging.getLogger("psclient")
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 30.0
+_ROOT = Path(__file__).parents[2]
+"""The folder of the packages."""
 
 
 class LocalServer:
@@ -93,7 +97,7 @@ class LocalServer:
 
     def _start(self, index: int, listen: str) -> int:
         """Start a shard's process; return the pipe on which it says that it serves."""
-        read_end, write_end = os.pipe()
+        read_end, write_end = _pipe()
         settings = self._settings | {
             "listen": listen,
             "shard_index": index,
@@ -129,12 +133,34 @@ class LocalServer:
 def spawn(flags: Sequence[str], ready_fd: int, log_to: IO[str] | None) -> subprocess.Popen[bytes]:
     """Start ``psservice serve`` with these flags; it inherits ``ready_fd``, and ``log_to`` or else this stderr."""
     return subprocess.Popen(
-        [sys.executable, "-m", "psservice", "serve", *flags],
+        [sys.executable, "-P", "-m", "psservice", "serve", *flags],  # -P: no module of the working directory
         pass_fds=(ready_fd,),
+        env=_environment(),
         stdin=subprocess.DEVNULL,
-        stderr=log_to,
+        stdout=None if sys.stdout else subprocess.DEVNULL,  # closed: its number may be that of another file by now
+        stderr=log_to if log_to or sys.stderr else subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C reaches the training script first, which then stops its server
     )
+
+
+def _pipe() -> tuple[int, int]:
+    """Return a pipe whose ends have none of the numbers of the standard streams, which may be closed here."""
+    ends = os.pipe()
+    above = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3) for end in ends)
+    for end in ends:
+        os.close(end)
+    return above[0], above[1]
+
+
+def _environment() -> dict[str, str] | None:
+    """Return the environment of a server: this one's, and the packages' folder if they are not installed.
+
+    A script finds packages that are not installed in its own folder or its working directory, where a server looks for
+    nothing else.
+    """
+    if _ROOT not in (Path(sys.path[0]).absolute(), Path.cwd()):
+        return None
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))}
 
 
 def _flag(name: str, value: object) -> str:

@@ -7,6 +7,7 @@ import os
 import queue
 import signal
 from collections.abc import Sequence
+from enum import Enum
 
 import grpc
 import grpc.aio
@@ -51,6 +52,13 @@ class ShardFailedError(Exception):
     """An update failed half-way, and the server has stopped: started again, it recovers."""
 
 
+class _Word(Enum):
+    """What the main thread is told, by a signal or a call."""
+
+    STOP = "stop"
+    READ_AGAIN = "read again"
+
+
 class Server:
     """One running shard: the service, its health, and its metrics and status page, each on a port of its own.
 
@@ -70,7 +78,7 @@ class Server:
         self._ports: list[grpc.aio.Server] = []
         self._certificates: ServerCertificates | None = None
         self._web: WebServer | None = None
-        self._stop_asked: queue.SimpleQueue[None] = queue.SimpleQueue()  # whose put a signal may interrupt
+        self._told: queue.SimpleQueue[_Word] = queue.SimpleQueue()  # whose put a signal may interrupt
         self._serving = False
         self.address = self.health_address = self.metrics_address = ""
         try:
@@ -91,7 +99,7 @@ class Server:
         try:
             if settings.tracing:
                 tracing.start("psservice", f"shard-{settings.shard_index}")
-            authenticator = Authenticator(settings.tokens)
+            self._authenticator = authenticator = Authenticator(settings.tokens)
             if settings.tls_cert and settings.tls_key:
                 self._certificates = ServerCertificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
                 self._certificates.check()
@@ -117,10 +125,12 @@ class Server:
     def run(self) -> None:
         """Announce the addresses, wait for SIGTERM, SIGINT or the parent's end, then drain and stop.
 
-        Raises :class:`ShardFailedError` where the server has stopped because an update failed half-way.
+        SIGHUP, which a terminal sends when it is closed, ends nothing: files of secrets are read again if they have
+        changed. Raises :class:`ShardFailedError` where the server has stopped because an update failed half-way.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._ask_to_stop())
+        signal.signal(signal.SIGHUP, lambda *_: self._told.put(_Word.READ_AGAIN))
         addresses = {"address": self.address, "health": self.health_address, "metrics": self.metrics_address}
         device, settings = str(self.shard.device), shown(self.settings)
         log.info("serving", extra={**addresses, "device": device, "version": __version__, "settings": settings})
@@ -167,14 +177,17 @@ class Server:
         await asyncio.gather(*(port.stop(0.0) for port in self._ports))
 
     def _ask_to_stop(self) -> None:
-        self._stop_asked.put(None)
+        self._told.put(_Word.STOP)
 
     def _is_asked_to_stop(self, seconds: float) -> bool:
         try:
-            self._stop_asked.get(timeout=seconds)
+            word = self._told.get(timeout=seconds)
         except queue.Empty:
             return False
-        return True
+        if word is _Word.READ_AGAIN:
+            log.info("SIGHUP: certificates and tokens are read again if they have changed; the server goes on")
+            self._authenticator.refresh()
+        return word is _Word.STOP
 
     def _failed(self) -> None:
         self.update_health()

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 Serve = Callable[[ServerSettings, SharedHealth], int]
 """Serves one shard in this process until it is told to stop, and returns the exit status."""
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGHUP)
 _POLL_SECONDS, _START_POLL_SECONDS = 0.5, 0.02
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 0.5, 30.0
 _STABLE_SECONDS = 60.0  # after which an end counts as the first one again
@@ -65,7 +65,9 @@ class ShardProcesses:
         parent = self._settings.parent_pid
         while not self._is_stopping or any(life.pid for life in self._lives):
             heard = signal.sigtimedwait(_SIGNALS, _POLL_SECONDS if self._is_announced else _START_POLL_SECONDS)
-            if heard is not None and heard.si_signo != signal.SIGCHLD:
+            if heard is not None and heard.si_signo == signal.SIGHUP:
+                self._pass_on(signal.SIGHUP)
+            elif heard is not None and heard.si_signo != signal.SIGCHLD:
                 self._stop("told to stop")
             elif parent is not None and os.getppid() != parent and not self._is_stopping:
                 self._stop("the parent process is gone")
@@ -145,8 +147,12 @@ class ShardProcesses:
         self._is_stopping = True
         for life in self._lives:
             life.due = None
+        self._pass_on(signal.SIGTERM)
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        for life in self._lives:
             if life.pid:
-                os.kill(life.pid, signal.SIGTERM)
+                os.kill(life.pid, number)
 
     def _announce(self) -> None:
         """Tell that all shards serve."""

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from pscore.streams import open_missing_streams
 from psservice.cli.parser import command_parser
 from psservice.cli.serve import EXIT_DONE, EXIT_UNABLE, EXIT_USAGE, failed, serve
 
@@ -20,6 +21,7 @@ _SERVER_MODULES = ("cryptography", "grpc_health", "grpc_reflection", "prometheus
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0 done, 1 unreachable or unable, 2 usage, 3 refused, 4 in part."""
+    open_missing_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if words[:1] == ["serve"]:
@@ -40,15 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _for_a_reader(command: Callable[[], int]) -> int:
     """Run a command that prints, and report what its terminal, pipe or file does not take by the exit status."""
-    if sys.stderr is None:  # closed: print() would take stdout instead, which may be JSON
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without a dash shows a question mark
     try:
         status = command()
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
         return status
     except BrokenPipeError:  # as of `| head -1`
         _drop_output()

@@ -23,6 +23,7 @@ def serve(arguments: Sequence[str]) -> int:
     # killed at the end of its grace period.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(EXIT_DONE))
+    signal.signal(signal.SIGHUP, lambda *_: None)  # of a terminal that is closed
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines on stderr; ours say the same with advice
 
     if sys.stderr and sys.stderr.isatty():

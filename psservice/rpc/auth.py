@@ -58,6 +58,11 @@ class Authenticator:
             warn_of_readers(path)
             self._file = WatchedFiles("tokens", (path,), lambda: read_tokens(path))
 
+    def refresh(self) -> None:
+        """Read the file now, if it has changed."""
+        if self._file is not None:
+            self._file.refresh()
+
     def server_keys(self) -> list[bytes] | None:
         """Return hashes of the admins' tokens, which servers share and workers have not; ``None`` without tokens."""
         callers = self._callers()
