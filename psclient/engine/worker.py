@@ -3,14 +3,10 @@
 import atexit
 import logging
 import os
-import signal
-import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType
 from typing import Protocol, TypeVar
 
 import torch
@@ -22,6 +18,7 @@ from psclient.compress.choice import Choice
 from psclient.compress.compressor import Compressor
 from psclient.compress.groups import ParamGroups
 from psclient.compress.method import Method, State
+from psclient.engine import sigterm
 from psclient.engine.push_pull import PushPull
 from psclient.engine.step import CLOSING_SECONDS
 from psclient.engine.streams import current_streams, devices_of, entered
@@ -106,7 +103,7 @@ class Worker:
         self._thread = SerialExecutor("psclient-step")
         try:
             self._end_earlier()
-            with _exiting_on_sigterm(settings.flush_on_sigterm):
+            with sigterm.beginning(enabled=settings.flush_on_sigterm):
                 shards = self._thread.call(partial(self._reach, settings, model.layout), lambda: None)
         except BaseException:
             if self._own_server is not None:
@@ -194,6 +191,7 @@ class Worker:
     def run(self, work: Callable[[], Result]) -> Result:
         """Do work that needs a worker that has joined and not left."""
         self.require_open()
+        self.lifecycle.follow_sigterm()
         return self.always(work, self.membership.seconds_left)
 
     def always(self, work: Callable[[], Result], seconds: float | None = None) -> Result:
@@ -238,26 +236,11 @@ class Worker:
             self.lifecycle.release()
 
 
-@contextmanager
-def _exiting_on_sigterm(enabled: bool) -> Iterator[None]:
-    """End the program with status 143 on SIGTERM, as :class:`Lifecycle` does later, where nothing else handles it."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if not (enabled and is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL):
-        yield
-        return
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
 class Lifecycle:
     """Ends an optimizer in order: at exit, on SIGTERM, when it is collected, and never in a forked child.
 
-    On SIGTERM the worker flushes its residuals, leaves, and then ends as it would have without this library: by the
-    handler that was there before, or with status 143. A step that is under way is ended first: the step runs in a
-    thread of its own, and the handler's calls follow it.
+    On SIGTERM (:mod:`psclient.engine.sigterm`) a step that is under way is ended first: the step runs in a thread of
+    its own, and what SIGTERM asks for follows it there.
 
     An optimizer that is collected without having been closed leaves too, by ``leave``, which must not refer to the
     optimizer: in the thread that kept its leases, because a finalizer must not wait.
@@ -276,10 +259,10 @@ class Lifecycle:
         self.optimizer = weakref.ref(optimizer)
         self._own_server, self._leases = own_server, leases
         self._owner = os.getpid()
-        self._previous: signal.Handlers | int | object | None = None
-        self._handles_sigterm = flush_on_sigterm and threading.current_thread() is threading.main_thread()
-        if self._handles_sigterm:
-            self._previous = signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._flushes_on_sigterm = flush_on_sigterm
+        self._kept: _Stoppable | None = None
+        if flush_on_sigterm:
+            sigterm.add(self)
         atexit.register(self._at_exit)
         self._finalizer = weakref.finalize(optimizer, self._on_collected, leave)
         self._finalizer.atexit = False  # _at_exit closes what is still there
@@ -295,27 +278,52 @@ class Lifecycle:
         return not self.ended and not self.in_child
 
     def release(self) -> None:
-        """Undo the registrations, and stop the embedded server."""
+        """Undo the registrations, and stop the embedded server; in any thread."""
         self._finalizer.detach()
-        self._restore_handler()
         self._release()
 
+    def follow_sigterm(self) -> None:
+        """Hear of SIGTERM also if the script has set a handler since."""
+        if self._flushes_on_sigterm:
+            sigterm.follow()
+
+    def expect_end(self) -> None:
+        """Have :meth:`push_expected` push, and keep the optimizer until then: the script goes on after a SIGTERM."""
+        if self.alive:
+            self._kept = self.optimizer()
+
+    def push_expected(self) -> None:
+        """Push what is held, if SIGTERM came before this end."""
+        if self._kept is not None:
+            self.push_held(leaves=False)
+
+    def push_held(self, *, leaves: bool) -> None:
+        """Push what is held, in any thread, and leave if ``leaves``; raises no error of a server's."""
+        optimizer, self._kept = self.optimizer(), None
+        if optimizer is None or not optimizer.joined or not self.alive:
+            return
+        optimizer.hurry(_GRACE_SECONDS)
+        try:
+            optimizer.flush_on_exit()
+            log.warning("SIGTERM: worker %s has pushed what it held%s", optimizer.worker, " and leaves" * leaves)
+        except SparsepsError as error:
+            log.warning("SIGTERM: worker %s could not push what it held: %s", optimizer.worker, error)
+        finally:
+            if leaves:
+                optimizer.close()
+
     def _release(self) -> None:
+        sigterm.remove(self)
         atexit.unregister(self._at_exit)
         if self._own_server is not None:
             self._own_server.stop()
-
-    def _restore_handler(self) -> None:
-        if self._handles_sigterm and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
-            signal.signal(signal.SIGTERM, self._previous)  # type: ignore[arg-type]
 
     def _on_collected(self, leave: Callable[[], None]) -> None:
         """Have the lease thread leave; called by the finalizer, in any thread and at any point of the program."""
         if self.in_child:
             return
         self.ended = True
-        if threading.get_ident() == threading.main_thread().ident:  # elsewhere the handler stays, and passes signals on
-            self._restore_handler()
+        sigterm.remove(self)
 
         def end() -> None:
             try:
@@ -324,25 +332,6 @@ class Lifecycle:
                 self._release()
 
         self._leases.hand_over(end)
-
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        if self.in_child:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
-            return
-        optimizer = self.optimizer()
-        if optimizer is not None and optimizer.joined and not self.ended:
-            optimizer.hurry(_GRACE_SECONDS)
-            try:
-                optimizer.flush_on_exit()
-                log.warning("SIGTERM: worker %s has pushed what it held and leaves", optimizer.worker)
-            except SparsepsError as error:
-                log.warning("SIGTERM: worker %s could not push what it held: %s", optimizer.worker, error)
-            optimizer.close()
-        if callable(self._previous):
-            self._previous(signal.SIGTERM, None)
-            return
-        raise SystemExit(128 + signal.SIGTERM)
 
     def _at_exit(self) -> None:
         if self.in_child:

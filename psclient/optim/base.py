@@ -382,8 +382,10 @@ class ParameterServerOptimizer(Optimizer, ABC):
     def close(self) -> None:
         """Leave the run and free everything; stops an embedded server. Harmless twice.
 
-        Called at exit by itself; and the worker of an optimizer that is collected before leaves too.
+        Called at exit by itself; and the worker of an optimizer that is collected before leaves too. After a SIGTERM
+        that the script's own handler has taken, what is held is pushed first.
         """
+        self._lifecycle.push_expected()
         self._worker.close(self._stepper.leave)
 
     def __enter__(self) -> "ParameterServerOptimizer":
