@@ -18,6 +18,7 @@ from psservice.cluster.checkpoints import Checkpoints, new_id
 from psservice.model.parameters import ModelShard
 from psservice.recovery.capture import Capture, Content, DurableShard, capture
 from psservice.recovery.event_log import EventLog, or_not_durable
+from psservice.recovery.refusal import or_storage_error
 from psservice.recovery.replay import replay_to
 from psservice.recovery.replayer import LogReplayer
 from psservice.storage.datadir import DataDir
@@ -93,15 +94,18 @@ class Durability:
 
     def recover(self) -> None:
         """Bring the new shard to the last state in the directory; raises :class:`StorageError`."""
-        if self._dir is None:
-            return
+        if self._dir is not None:
+            with or_storage_error(self._dir.path):
+                self._recover(self._dir)
+
+    def _recover(self, data_dir: DataDir) -> None:
         started = self._environment.monotonic()
-        source = self._dir.source()
+        source = data_dir.source()
         if source is None:
-            log.info("the data directory is empty", extra={"path": str(self._dir.path)})
-            self.events.journal = self._dir.begin(is_served=True)
+            log.info("the data directory is empty", extra={"path": str(data_dir.path)})
+            self.events.journal = data_dir.begin(is_served=True)
             return
-        source, replayer = self._replay(self._dir, source)
+        source, replayer = self._replay(data_dir, source)
         manifest = source.snapshot.manifest
         if source.lost:
             dropped = f"at least {replayer.versions_dropped()}"
@@ -116,13 +120,13 @@ class Durability:
         if source.is_copy:
             log.warning(
                 "the data directory is a copy: a new history begins, and each worker pulls the whole model once",
-                extra={"path": str(self._dir.path), "version": replayer.model.version},
+                extra={"path": str(data_dir.path), "version": replayer.model.version},
             )
         new_history = not source.is_complete
         if new_history:  # versions that workers have seen may be gone: the same numbers will mean other values
             replayer.model.generation = sibling_generation(manifest.generation)
         self._shard.adopt(replayer)
-        self.events.journal = self._dir.begin(is_served=not new_history)
+        self.events.journal = data_dir.begin(is_served=not new_history)
         self.checkpoints.last = manifest.last_checkpoint
         self._note(source.snapshot)
         log.info(

@@ -10,6 +10,7 @@ from pscore.model import modelfile
 from pscore.model.layout import ModelLayout, digest_of
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.update.base import PortableState
+from psservice.recovery.refusal import or_storage_error
 from psservice.recovery.replay import replay_shards, state_of
 from psservice.sampling.dataset import Datasets
 
@@ -39,15 +40,16 @@ def read_initial(path: Path, checkpoint: str) -> InitialModel:
         return InitialModel(modelfile.read(path))
     shards = replay_shards(path, checkpoint=checkpoint)
     first = shards[0]  # of the coordinator, which counts samples and averages buffers
-    return InitialModel(
-        state_of(shards, exact=True),
-        max(shard.model.version for shard in shards),
-        first.samples,
-        [shard.model.rule.export_portable() for shard in shards],
-        first.layout,
-        first.datasets,
-        first.buffers.weight if first.buffers else 0.0,
-    )
+    with or_storage_error(path):
+        return InitialModel(
+            state_of(shards, exact=True),
+            max(shard.model.version for shard in shards),
+            first.samples,
+            [shard.model.rule.export_portable() for shard in shards],
+            first.layout,
+            first.datasets,
+            first.buffers.weight if first.buffers else 0.0,
+        )
 
 
 def fit(

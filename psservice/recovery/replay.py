@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from pscore.model import modelfile
+from psservice.recovery.refusal import or_storage_error
 from psservice.recovery.replayer import LogReplayer
 from psservice.settings import ShardSettings
 from psservice.storage.files import DISK, Files, StorageError
@@ -39,30 +40,34 @@ def replay_to(
         newest = newest_source(directory, files)
         if newest is None:
             raise StorageError(f"{directory} holds no model yet")
-        replayer = LogReplayer(newest, device, settings, clock)
-        replayer.replay_to(None)
+        with or_storage_error(directory):
+            replayer = LogReplayer(newest, device, settings, clock)
+            replayer.replay_to(None)
         return replayer
 
+    why = ""
     kept = readable(files, directory / "snapshots")
     for snapshot in reversed(kept):
         first = snapshot.manifest
         if (first.checkpoint != checkpoint) if version is None else (first.version > version):
             continue
         try:
-            source = RecoverySource(directory, files, kept, snapshot, Watermark())
-            replayer = LogReplayer(source, device, settings, clock)
-            replayer.replay_to(first.version if version is None else version)
+            with or_storage_error(directory):
+                source = RecoverySource(directory, files, kept, snapshot, Watermark())
+                replayer = LogReplayer(source, device, settings, clock)
+                replayer.replay_to(first.version if version is None else version)
+                replayer.apply_settings()
         except StorageError as error:
-            log.warning("not from this snapshot", extra={"path": str(snapshot.path), "error": str(error)})
+            log.debug("not from this snapshot", extra={"path": str(snapshot.path), "error": str(error)})
+            why = why or f". Tried first: {snapshot.path}: {error}"
         else:
-            replayer.apply_settings()
             return replayer
     manifests = [each.manifest for each in kept]
     names = ", ".join(f"{each.version}" + (f" ({each.checkpoint})" if each.checkpoint else "") for each in manifests)
     there = f"there are snapshots of version {names}" if kept else "there are no snapshots"
     if version is None:
-        raise StorageError(f"{directory} has no whole snapshot of checkpoint {checkpoint!r}: {there}")
-    raise StorageError(f"version {version} is not covered by what {directory} keeps: {there}")
+        raise StorageError(f"{directory} has no whole snapshot of checkpoint {checkpoint!r}: {there}{why}")
+    raise StorageError(f"version {version} is not covered by what {directory} keeps: {there}{why}")
 
 
 def _shard_directories(data_dir: Path) -> list[Path]:
@@ -107,10 +112,12 @@ def write_model(data_dir: Path, out: Path, *, version: int | None, checkpoint: s
     """Write the model at a version or a checkpoint as a safetensors file (``StorageError``, ``ModelFileError``)."""
     modelfile.check_path(out)
     shards = replay_shards(data_dir, version, checkpoint)
+    with or_storage_error(data_dir):
+        state = state_of(shards, exact=False)
     versions = [shard.model.version for shard in shards]
     metadata = {"run_id": shards[0].run_id, "version": str(versions[0]), "format": "pt"}
     try:
-        modelfile.write(out, state_of(shards, exact=False), metadata)
+        modelfile.write(out, state, metadata)
     except OSError as error:
         raise StorageError(f"cannot write {out}: {error.strerror or error}") from error
     replayed = sum(shard.replayed for shard in shards)

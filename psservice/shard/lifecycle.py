@@ -11,6 +11,7 @@ from pscore.wire.errors import Rejected
 from psservice.cluster.run import RunState
 from psservice.observability.metrics import Metrics
 from psservice.recovery.initial_model import read_initial
+from psservice.recovery.refusal import or_storage_error
 from psservice.settings import ServerSettings
 from psservice.shard.model_install import forget_upload
 from psservice.shard.shard import Shard
@@ -33,13 +34,15 @@ def open_shard(
         shard.durability.recover()
         if settings.init and shard.model is None:
             shard.uploads.initial = read_initial(settings.init, settings.init_checkpoint)
+        if settings.data_dir is not None:
+            with or_storage_error(settings.data_dir):
+                _resume_end(shard)
     except BaseException:
         shard.apply_thread.close()
         shard.durability.abandon()
         raise
-    _resume_end(shard)
     shard.durability.start()
-    environment.start(partial(_end_leases_in_time, shard), "lease-ends")
+    shard.lease_ends = environment.start(partial(_end_leases_in_time, shard), "lease-ends")
     return shard
 
 

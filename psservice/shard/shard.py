@@ -48,6 +48,7 @@ class Shard:
         synchronizer: has the model, and synchronizes the pushes to it; ``None`` before the upload.
         buffers: their average; on shard 0 only, where the run has any.
         mode: what the run's method asks of the server.
+        lease_ends: the thread that ends leases by the clock, once the shard is open.
         installing: whether another model is on its way in: joining workers wait for it. Set under ``join_lock``.
         join_lock: held while a worker joins, while ends of leases are journaled, and while the model is replaced.
     """
@@ -100,6 +101,7 @@ class Shard:
         self.mode = TrainingMode()
         self.join_lock = threading.Lock()
         self.stopping = threading.Event()
+        self.lease_ends: threading.Thread | None = None
         self.installing = False
         self.durability = Durability(self, on_health)
 
@@ -193,6 +195,8 @@ class Shard:
     def close(self) -> None:
         """Finish what is committed and stop the threads; a state that a failed change has left is not kept."""
         self.stopping.set()
+        if self.lease_ends is not None:
+            self.lease_ends.join()  # or it would write behind the last snapshot
         self.durability.stop()
         self.apply_thread.close()
         if self.apply_thread.failed:
