@@ -7,6 +7,7 @@ version is enough, because a reply sends values, not differences.
 import threading
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 import torch
@@ -107,7 +108,9 @@ class ChangeLog:
             return None if count > len(self._changes) else self._last(count)
 
     def _last(self, count: int) -> list[ChangedIndices]:
-        return [self._changes[position][1] for position in range(-count, 0)]
+        found = [changed for _, changed in islice(reversed(self._changes), count)]
+        found.reverse()
+        return found
 
 
 def union(changes: Sequence[ChangedIndices], size: int) -> ChangedIndices:

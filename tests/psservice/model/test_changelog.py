@@ -1,11 +1,13 @@
 """The ledger: the union of what changed since a version, or nothing at all where it has forgotten."""
 
+from collections import deque
 from unittest import mock
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from psservice.model import changelog
 from psservice.model.changelog import ChangeLog, _is_scanned, gather, union
 
 SIZE = 40
@@ -37,6 +39,22 @@ def test_the_union_since_every_version_is_what_changed_since(history, first):
             assert any(s is None or len(s) >= 0.8 * SIZE for s in history[done:])
         else:
             assert together.tolist() == sorted(expected)
+
+
+class Walked(deque):
+    """Of which no element in the middle is looked up: that walks there from an end each time."""
+
+    def __getitem__(self, position):
+        raise AssertionError(f"element {position} is looked up")
+
+
+def test_reading_many_versions_walks_through_them_once(monkeypatch):
+    monkeypatch.setattr(changelog, "deque", Walked)
+    ledger = ChangeLog(SIZE, entry_limit=10**6)
+    for version in range(1, 1001):
+        ledger.append(version, tensor_of({version % SIZE}))
+    assert [found.tolist() for found in ledger.since(500)] == [[version % SIZE] for version in range(501, 1001)]
+    assert [found.tolist() for found in ledger.after(998)] == [[999 % SIZE], [1000 % SIZE]]
 
 
 @given(st.lists(supports, max_size=20), st.integers(0, 60))
