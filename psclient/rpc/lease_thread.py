@@ -32,7 +32,7 @@ _SAME_BATCHES = (
 
 
 class LeaseThread:
-    """Renews the leases at all shards, and tells the other shards of shard 0's checkpoints.
+    """Renews the leases at all shards, and tells the shards of one another: of shard 0's checkpoints, and of versions.
 
     Renewals have connections of their own, so a model delays none. The thread keeps neither optimizer nor model alive.
 
@@ -102,6 +102,7 @@ class LeaseThread:
             checkpoint=self._checkpoint,
             uploaded=self.uploaded,
             first_batches=self.first_batches,
+            shards=filter(None, (shard.history() for shard in self._shards)),
         )
         seconds = max(0.5, self.renewal_seconds)
         self._calls = start_all(

@@ -43,6 +43,7 @@ from pscore.wire.codecs.names import (
 )
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch, sibling_generation
+from pscore.wire.histories import losses
 from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
@@ -206,6 +207,7 @@ class Membership:
             ):
                 self._await_upload(first, line)
                 return False
+        self._compare_shards(answers[::-1])
         return True
 
     def _require_finite(self) -> None:
@@ -215,6 +217,31 @@ class Membership:
             raise ConfigurationError(
                 f"{name!r} has values that are not finite, and a run cannot begin with them; initialise it, or load a "
                 "checkpoint, before the optimizer is made"
+            )
+
+    def _compare_shards(self, answers: Sequence[pb.JoinResponse]) -> None:
+        """Warn of shards that have lost versions which other shards have seen."""
+        known_shards = [known for answer in answers for known in answer.known_shards]
+        for shard in self.shards:
+            shard.seen = [known for known in known_shards if known.shard_index == shard.index]
+        told = [
+            (
+                pb.ShardHistory(
+                    shard_index=index, generation=answer.generation, version=answer.version, origins=answer.origins
+                ),
+                answer.known_shards,
+            )
+            for index, answer in enumerate(answers)
+        ]
+        for index, lost in losses(told).items():
+            log.warning(
+                "shard %d at %s has lost %d versions that others have seen: the shards' parameters are of different "
+                "moments, as after restoring backups of different times. Go back to a checkpoint that all shards have: "
+                "`psservice checkpoints %s` lists them, `psservice restore --checkpoint` goes back",
+                index,
+                self.shards[index].address,
+                lost,
+                " ".join(shard.address for shard in self.shards),
             )
 
     def _note(self, first: pb.JoinResponse) -> None:
@@ -267,6 +294,7 @@ class Membership:
             self._pause(answer.retry_seconds or 0.5)
         self._require_codecs(shard, answer)
         shard.readable = frozenset(answer.index_codecs or PLAIN_INDEX_CODECS)
+        shard.origins = tuple(answer.origins)
         return answer
 
     def _pause(self, seconds: float) -> None:

@@ -5,7 +5,7 @@ Each call returns an outcome; :mod:`psclient.rpc.cluster` decides what a failure
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -73,6 +73,8 @@ class ShardClient:
 
     Attributes:
         has_base: whether the replica is the model at ``version``, or with ``replica_is_image`` the image of it there.
+        origins: of the shard's history of versions, as of the last join.
+        seen: what the other shards knew of this one at the last join.
         unacked: the part of the last push that is neither acknowledged nor refused.
         readable: the index codecs that the server reads.
         outgoing: the push or upload that is under way.
@@ -87,6 +89,8 @@ class ShardClient:
         self.index, self.span = index, span
         self.generation = self.version = self.acknowledged_reply = 0
         self.has_base = self.replica_is_image = False
+        self.origins: Sequence[pb.ShardOrigin] = ()
+        self.seen: Sequence[pb.ShardHistory] = ()
         self.unacked: PushPart | None = None
         self.readable: frozenset[int] = frozenset()
         self.downlink, self.uplink = Bandwidth(), Bandwidth()
@@ -122,14 +126,24 @@ class ShardClient:
     def adopt(self, generation: int, *, version: int | None = None) -> None:
         """Note the shard's generation; with ``version``, that the replica is the model at that version there."""
         if generation != self.generation:
+            self.forget_base()  # first: another thread reads what the worker has of the shard
             self.generation = generation
-            self.forget_base()
             if self.sent_model is not None and self.sent_model[0] == generation:
                 version = self.sent_model[1]  # the server has the upload, and its answer is lost
             self.sent_model = None
         if version is not None:
             self.forget_base()
             self.version, self.has_base = version, True
+
+    def history(self) -> pb.ShardHistory | None:
+        """Return the newest version of the shard that this worker or another shard has seen; from any thread."""
+        generation, has_base, version = self.generation, self.has_base, self.version
+        if not has_base or not self.has_base or generation != self.generation:
+            version = 0
+        version = max([version, *(known.version for known in self.seen if known.generation == generation)])
+        if not version:
+            return None
+        return pb.ShardHistory(shard_index=self.index, generation=generation, version=version, origins=self.origins)
 
     def forget_base(self) -> None:
         """Note that the replica is not the model at any version: the next pull asks for everything."""

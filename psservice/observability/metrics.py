@@ -143,6 +143,16 @@ class Metrics:
         self.image_bytes_limit = gauge(
             "psservice_image_bytes_limit", "Memory that images may occupy before replies are exact, bytes"
         )
+        self.lost_versions = ReadMetric(
+            labelled(
+                GaugeMetricFamily,
+                "psservice_lost_versions",
+                "Versions of a shard that were seen and that it has lost, by its index; known to this shard",
+                "of_shard",
+            ),
+            lambda: {"0": 0.0},
+            registry,
+        )
         self.draining = gauge("psservice_draining", "1 while the server refuses new pushes")
 
         def read_counter(name: str, documentation: str) -> ReadMetric:

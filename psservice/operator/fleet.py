@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pscore.wire.histories import losses
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.operator.client import Outcome, ShardClients
 
@@ -103,6 +104,24 @@ def disagreement(statuses: dict[str, pb.GetStatusResponse]) -> str:
             (one, first), (two, second), *_ = values.items()
             return f"{first} has {what} {one}, {second} has {two}"
     return ""
+
+
+def losses_among(fleet: Fleet) -> dict[int, int]:
+    """Return the versions that shards have lost and others have seen, by the index of each shard with a loss."""
+    return losses(
+        [
+            (
+                pb.ShardHistory(
+                    shard_index=status.shard_index,
+                    generation=status.generation,
+                    version=status.version,
+                    origins=status.origins,
+                ),
+                status.known_shards,
+            )
+            for status in fleet.reached.values()
+        ]
+    )
 
 
 def saved_bytes(status: pb.GetStatusResponse) -> int:

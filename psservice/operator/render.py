@@ -15,7 +15,7 @@ from pscore.units import human_bytes
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.observability.protojson import plain
 from psservice.operator.client import Outcome
-from psservice.operator.fleet import Fleet, Worker, saved_bytes, saved_share
+from psservice.operator.fleet import Fleet, Worker, losses_among, saved_bytes, saved_share
 
 _PIPED_COLUMNS = 160
 _MOST_STALENESS_SHOWN = 4  # shards; of more, the smallest and the largest staleness are shown
@@ -130,6 +130,18 @@ def evicted_lines(fleet: Fleet) -> list[Text]:
     return [cell(f"{name}: evicted, may come back in {seconds:.0f} s") for name, seconds in fleet.evicted().items()]
 
 
+def lost_lines(fleet: Fleet) -> list[Text]:
+    """Return a line for each shard that has lost versions which another shard has seen."""
+    return [
+        cell(
+            f"shard {index} has lost {lost:,} versions that others have seen: the shards are of different moments; "
+            "see psservice checkpoints, and go back with psservice restore --checkpoint",
+            "bold red",
+        )
+        for index, lost in losses_among(fleet).items()
+    ]
+
+
 def _staleness(values: list[int]) -> str:
     """Write a worker's staleness at each shard, by index."""
     if len(set(values)) == 1 or len(values) > _MOST_STALENESS_SHOWN:
@@ -150,6 +162,8 @@ def print_statuses(fleet: Fleet) -> None:
         console.print(_shard_summary(address, status))
         workers = table_of(_SHARD_WORKER_COLUMNS, status.workers) if status.workers else "no live workers"
         console.print(workers, highlight=False)
+    for line in lost_lines(fleet):
+        console.print(line, soft_wrap=True)
 
 
 def print_workers(fleet: Fleet) -> None:

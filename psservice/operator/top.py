@@ -132,7 +132,7 @@ def frame_plain(fleet: Fleet, rates: dict[str, Rates]) -> dict[str, Any]:
 def frame(fleet: Fleet, rates: dict[str, Rates], columns: int, lines: int | None = None) -> RenderableType:
     """Return a frame for a terminal of so many columns and lines; ``None`` for as many lines as the frame needs."""
     workers = fleet.workers()
-    below = render.evicted_lines(fleet)
+    below = [*render.lost_lines(fleet), *render.evicted_lines(fleet)]
     hidden = 0
     if lines is not None:
         taken = 1 + len(fleet.shards) + 2 * _TABLE_LINES + len(below) + 1  # headline, shards, workers' table, one below

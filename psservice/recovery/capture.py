@@ -10,6 +10,7 @@ from pscore.wire.messages import layout_to_message
 from psservice.apply_thread import ApplyThread
 from psservice.cluster.checkpoints import Place, place_of
 from psservice.cluster.dedup import Dedup
+from psservice.cluster.histories import Histories
 from psservice.cluster.leases import Leases
 from psservice.cluster.run import Run, RunState
 from psservice.model.buffers import BufferAverage
@@ -36,6 +37,7 @@ class Content:
     run_id: str
     run_state: RunState
     samples: int
+    histories: Histories
 
 
 class DurableShard(Protocol):
@@ -96,6 +98,8 @@ def capture(
         delay_compensation=model.settings.delay_compensation,
         ledger_multiple=model.settings.ledger_multiple,
         buffer_weight=average[0],
+        origins=[MessageToDict(each) for each in content.histories.origins],
+        known_shards=[MessageToDict(each) for each in content.histories.known()],
     )
     tensors = {THETA: model.current()}
     tensors |= {f"{BUFFER_PREFIX}{name}": value for name, value in average[1].items()}

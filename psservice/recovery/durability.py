@@ -124,6 +124,8 @@ class Durability:
             )
         new_history = not source.is_complete
         if new_history:  # versions that workers have seen may be gone: the same numbers will mean other values
+            at = manifest.checkpoint if not replayer.replayed else ""
+            replayer.histories.branch(manifest.generation, replayer.model.version, at)
             replayer.model.generation = sibling_generation(manifest.generation)
         self._shard.adopt(replayer)
         self.events.journal = data_dir.begin(is_served=not new_history)

@@ -37,6 +37,7 @@ class Kind(IntEnum):
     FINISHED = 5
     ROUND = 6
     GROUPS = 7
+    KNOWN = 8
     LEASED = 10
 
 
@@ -114,6 +115,13 @@ class EventLog:
             self._append(Kind.LEFT, body_of(pb.LeaveRequest(identity=identity_to_message(identity))))
         except Rejected as error:
             log.warning("the end of a lease is not written down", extra={"error": str(error)})
+
+    def known(self, shards: Sequence[pb.ShardHistory]) -> None:
+        """Write what is known of other shards; where that fails, it is known until the next restart."""
+        try:
+            self._append(Kind.KNOWN, body_of(*shards))
+        except Rejected as error:
+            log.warning("what is known of other shards is not written down", extra={"error": str(error)})
 
     def finished(self, run_id: str) -> None:
         """Write the run's end."""

@@ -23,6 +23,7 @@ from pscore.wire.errors import Rejected
 from pscore.wire.messages import kept_layout_from_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.dedup import PushRecord
+from psservice.cluster.histories import Histories
 from psservice.cluster.member import Member
 from psservice.cluster.run import RunState, added
 from psservice.model.buffers import BufferAverage
@@ -103,7 +104,11 @@ class LogReplayer:
             self.pushes = OrderedDict(PUSHES.validate_python(manifest.pushes))
             self.workers = {each.identity.worker_id: each for each in WORKERS.validate_python(manifest.workers)}
             self.datasets = from_plain(manifest.datasets)
-        except (KeyError, ValueError, TypeError, RuntimeError) as error:
+            self.histories = Histories(
+                [ParseDict(each, pb.ShardOrigin()) for each in manifest.origins],
+                [ParseDict(each, pb.ShardHistory()) for each in manifest.known_shards],
+            )
+        except (KeyError, ValueError, TypeError, RuntimeError, ParseError) as error:
             raise StorageError(f"{path}: the state that the manifest describes cannot be read: {error}") from error
         names = [f"{BUFFER_PREFIX}{spec.name}" for spec in self.layout.buffers]
         self.buffers: BufferAverage | None = None
@@ -251,6 +256,9 @@ class LogReplayer:
             if not isinstance(self.model, GroupedShard):
                 raise ValueError("the shard has no groups")
             self.model.decide(Decision.from_bytes(record.body))
+        elif record.kind == Kind.KNOWN:
+            for message in messages:
+                self.histories.replay(pb.ShardHistory.FromString(message))
         elif record.kind == Kind.LEASED:
             replay_record(self.datasets, messages)
         else:

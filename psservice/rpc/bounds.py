@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from pscore.names import LONGEST_NAME
 from pscore.wire.dense import fields
 from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.histories import MOST_ORIGINS
 from pscore.wire.messages import LARGEST_RATE, MOST_TENSORS
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.sampling.dataset import MOST_EPOCHS, MOST_SAMPLES, MOST_SIZE
@@ -29,6 +30,12 @@ _FASTEST_LINK = 1e15  # bytes a second
 
 BOUNDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
     "RenewLeaseRequest": {"uploaded": (0.0, 1.0)},
+    "ShardHistory": {
+        "generation": (0, _MOST_GENERATION),
+        "version": (0, _MOST_VERSION),
+        "lost_versions": (0, _MOST_VERSION),
+    },
+    "ShardOrigin": {"generation": (0, _MOST_GENERATION), "version": (0, _MOST_VERSION)},
     "JoinRequest": {"generation_seen": (0, _MOST_GENERATION)},
     "UploadHeader": {"generation": (0, _MOST_GENERATION), "version": (0, _MOST_VERSION)},
     "PushHeader": {
@@ -68,6 +75,7 @@ _DIGEST_BYTES = 32
 _MOST_SETTINGS = 256
 _LONGEST_SETTING = 512 << 10  # the positions of all tensors, in groups of an optimizer
 _MOST_CODECS = 64
+_MOST_SHARDS = 4096
 _MOST_FIELDS = 8192  # of one message
 _MOST_INNER_FIELDS = MOST_TENSORS + 1  # of one in it: a layout has its tensors and a fingerprint
 
@@ -75,6 +83,7 @@ _NAMES: Mapping[str, Mapping[str, bool]] = {
     "WorkerIdentity": {"worker_id": False, "incarnation": False, "run_id": True},
     "JoinRequest": {"method": False},
     "RenewLeaseRequest": {"checkpoint": True},
+    "ShardOrigin": {"checkpoint": True},
     "FinishRunRequest": {"run_id": True},
     "TakeSnapshotRequest": {"checkpoint": True},
     "DeleteCheckpointRequest": {"checkpoint": False},
@@ -134,6 +143,16 @@ def _require_join(request: pb.JoinRequest) -> None:
             require_name(f"setting {name!r}", value, _LONGEST_SETTING)
 
 
+def _require_renewal(request: pb.RenewLeaseRequest) -> None:
+    if len(request.shards) > _MOST_SHARDS:
+        raise Rejected(ErrorCode.BAD_REQUEST, f"a worker tells of at most {_MOST_SHARDS} shards")
+    for history in request.shards:
+        if len(history.origins) > MOST_ORIGINS:
+            raise Rejected(ErrorCode.BAD_REQUEST, f"a shard has at most {MOST_ORIGINS} origins")
+        for message in (history, *history.origins):
+            require(message)
+
+
 def _require_digest(digest: bytes) -> None:
     if len(digest) != _DIGEST_BYTES:
         raise Rejected(ErrorCode.BAD_REQUEST, f"a model's digest has {len(digest)} bytes; it must have {_DIGEST_BYTES}")
@@ -141,6 +160,7 @@ def _require_digest(digest: bytes) -> None:
 
 _LISTS: Mapping[str, Callable[[Any], None]] = {
     "JoinRequest": _require_join,
+    "RenewLeaseRequest": _require_renewal,
     "UploadHeader": lambda header: _require_digest(header.digest) if header.digest else None,
 }
 

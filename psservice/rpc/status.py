@@ -67,6 +67,8 @@ def status_of(shard: Shard, uptime_seconds: float, *, brief: bool = False) -> pb
             for name, seconds in shard.leases.evicted().items()
         ],
         max_staleness=settings.max_staleness,
+        origins=shard.histories.origins,
+        known_shards=shard.histories.known(),
     )
 
 
@@ -132,6 +134,7 @@ def bind_metrics(shard: Shard) -> None:
     metrics.draining.set_function(lambda: shard.drain_gate.is_closed)
     metrics.durable.set_function(lambda: shard.durability.is_healthy)
     metrics.elements.set_function(lambda: shard.span.length if shard.layout else 0)
+    metrics.lost_versions.read = lambda: shard.histories.lost()
     metrics.journal_bytes.read = lambda: shard.durability.journal_bytes
     metrics.journal_errors.read = lambda: shard.durability.journal_errors
     metrics.snapshot_errors.read = lambda: shard.durability.snapshot_errors

@@ -34,7 +34,7 @@ from psservice.rpc.status import REPLY_MODES, RUN_STATES, run_settings
 from psservice.sampling.codec import answer_to_message, finished_of, sample_request_of
 from psservice.shard import model_install
 from psservice.shard.buffers_and_samples import exchange_buffers, lease_samples, open_exchange
-from psservice.shard.join import JoinLayouts, join, leave
+from psservice.shard.join import JoinLayouts, hear_of_shards, join, leave
 from psservice.shard.pull import pull
 from psservice.shard.push import apply_push, check_push
 from psservice.shard.shard import Shard
@@ -94,6 +94,8 @@ class WorkerCalls:
             index_codecs=READABLE_INDEX_CODECS,
             value_codecs=READABLE_VALUE_CODECS,
             upload=None if answer.state == pb.JOIN_STATE_UPLOAD else model_install.upload_progress(shard),
+            origins=shard.histories.origins,
+            known_shards=shard.histories.known(),
         )
         answer.MergeFrom(others)
         return answer
@@ -105,6 +107,7 @@ class WorkerCalls:
         member = shard.leases.require(identity)
         shard.uploads.note_progress(identity, request.uploaded)
         shard.durability.on_checkpoint(request.checkpoint)
+        hear_of_shards(shard, request.shards)
         return pb.RenewLeaseResponse(
             checkpoint=shard.durability.announced_checkpoint(),
             live_workers=len(shard.leases),

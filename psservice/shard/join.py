@@ -1,6 +1,7 @@
 """How a worker joins a shard and how its lease ends before its time (docs/protocol.md, *Joining*)."""
 
 import logging
+from collections.abc import Iterable
 
 from pscore.model.layout import ModelLayout
 from pscore.wire.codecs.names import PLAIN_INDEX_CODECS
@@ -86,6 +87,24 @@ def _answer(shard: Shard, identity: Identity, request: pb.JoinRequest) -> pb.Joi
     if granted is not None:
         answer.state, answer.generation = pb.JOIN_STATE_UPLOAD, granted
     return answer
+
+
+def hear_of_shards(shard: Shard, told: Iterable[pb.ShardHistory]) -> None:
+    """Note what a worker has pulled of the other shards; warn of one that has lost versions."""
+    settings, model = shard.settings, shard.model
+    for history in told:
+        index = history.shard_index
+        if model is None or index >= settings.num_shards:
+            continue
+        if index == settings.shard_index:
+            lost = shard.histories.hear_of_itself(history, model.generation, model.version)
+            what = "this shard's disk was taken back: workers have seen versions that it does not have. Begin"
+        else:
+            lost = shard.histories.hear(history)
+            what = "another shard was taken back: it has lost versions that this one has seen. Begin"
+        if lost:
+            extra = {"of_shard": index, "versions": lost}
+            log.warning(f"{what} a new history at a checkpoint of all shards, with psservice restore", extra=extra)
 
 
 def leave(shard: Shard, identity: Identity) -> None:

@@ -55,6 +55,8 @@ def end_leases(shard: Shard) -> None:
     """End the leases that have run out; the thread of leases calls this often."""
     with shard.join_lock:
         journal_ended_leases(shard)
+    if shard.model is not None and (known := shard.histories.unwritten()):
+        shard.durability.events.known(known)
     shard.dedup.drop_old()
     forget_upload(shard)
     close_rounds_after_leave(shard)

@@ -19,6 +19,7 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch, next_generation, sibling_generation
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.apply_thread import BUSY_RETRY_SECONDS
+from psservice.cluster.histories import Histories
 from psservice.model.buffers import BufferAverage
 from psservice.model.parameters import ModelShard
 from psservice.model.wagma.replicas import shard_kind
@@ -52,7 +53,7 @@ def _install(shard: Shard, make: Callable[[], Content], published: Callable[[], 
 
     def publish(content: Content) -> None:
         with shard.join_lock:
-            shard.buffers, shard.datasets = content.buffers, content.datasets
+            shard.buffers, shard.datasets, shard.histories = content.buffers, content.datasets, content.histories
             run = shard.run
             run.run_id, run.state, run.samples = content.run_id, content.run_state, content.samples
             shard.set_model(content.model)
@@ -160,7 +161,8 @@ def finish_upload(shard: Shard, upload: Upload, version: int, *, run_id: str = "
             average = BufferAverage(layout.buffers, values) if values else None
             model = _make_model(shard, layout, upload.model.values, upload.generation, version)
             run = shard.run
-            return Content(model, average, shard.datasets, run.adopted(run_id), run.state_with_model, run.samples)
+            run_id_now, state = run.adopted(run_id), run.state_with_model
+            return Content(model, average, shard.datasets, run_id_now, state, run.samples, Histories())
 
         def published() -> None:
             shard.uploads.origin = Origin(upload.generation, version, digest) if digest else None
@@ -239,7 +241,7 @@ def install_initial(shard: Shard, fitted: FittedModel) -> None:
         samples, datasets = (
             (initial.samples, initial.datasets) if shard.is_coordinator else (run.samples, shard.datasets)
         )
-        return Content(model, average, datasets, run.run_id, run.state_with_model, samples)
+        return Content(model, average, datasets, run.run_id, run.state_with_model, samples, Histories())
 
     try:
         _install(shard, make, shard.uploads.end_grant)
@@ -254,8 +256,9 @@ def install_initial(shard: Shard, fitted: FittedModel) -> None:
 def roll_back(shard: Shard, version: int | None, checkpoint: str) -> ModelShard:
     """Go back to a version or a checkpoint, as a new generation, which workers pull by themselves.
 
-    The records of pushes stay, so that the repeat of one that was rolled back is not applied anew. Raises
-    :class:`Rejected` (``NO_SUCH_CHECKPOINT``, ``NOT_DURABLE``).
+    What is known of the other shards is forgotten: an operator takes all of them back. The records of pushes stay, so
+    that the repeat of one that was rolled back is not applied anew. Raises :class:`Rejected` (``NO_SUCH_CHECKPOINT``,
+    ``NOT_DURABLE``).
     """
     before = shard.require_model(None)
     history = shard.durability.replay_to(version, checkpoint)
@@ -267,8 +270,8 @@ def roll_back(shard: Shard, version: int | None, checkpoint: str) -> ModelShard:
         # Of the same epoch: shards go back one by one, and one may be refused; workers wait for equal epochs.
         history.model.generation = sibling_generation(old.generation)
         history.model.begin_rounds_anew(old.waiting())
-        run_id = shard.run.run_id
-        return Content(history.model, history.buffers, history.datasets, run_id, history.run_state, history.samples)
+        run_id, state = shard.run.run_id, history.run_state
+        return Content(history.model, history.buffers, history.datasets, run_id, state, history.samples, Histories())
 
     _install(shard, make)
     log.warning("rolled back", extra={"from": before.version, "to": history.model.version})

@@ -15,6 +15,7 @@ from pscore.wire.errors import ErrorCode, Rejected
 from psservice.apply_thread import ApplyThread
 from psservice.cluster.dedup import Dedup
 from psservice.cluster.drain_gate import DrainGate
+from psservice.cluster.histories import Histories
 from psservice.cluster.leases import Leases, ServingClock
 from psservice.cluster.run import Run
 from psservice.model.buffers import BufferAverage
@@ -46,6 +47,7 @@ class Shard:
     Attributes:
         layout: the model's, from the first join on.
         synchronizer: has the model, and synchronizes the pushes to it; ``None`` before the upload.
+        histories: of versions: the shard's own, and what it knows of the other shards'.
         buffers: their average; on shard 0 only, where the run has any.
         mode: what the run's method asks of the server.
         lease_ends: the thread that ends leases by the clock, once the shard is open.
@@ -98,6 +100,7 @@ class Shard:
         self.synchronizer: Synchronizer | None = None
         self.buffers: BufferAverage | None = None
         self.datasets = Datasets()
+        self.histories = Histories()
         self.mode = TrainingMode()
         self.join_lock = threading.Lock()
         self.stopping = threading.Event()
@@ -162,12 +165,14 @@ class Shard:
     def content(self) -> Content:
         """Return everything that is replaced with the model; on the apply thread. Raises :class:`Rejected`."""
         run = self.run
-        return Content(self.require_model(None), self.buffers, self.datasets, run.run_id, run.state, run.samples)
+        model, histories = self.require_model(None), self.histories
+        return Content(model, self.buffers, self.datasets, run.run_id, run.state, run.samples, histories)
 
     def adopt(self, history: LogReplayer) -> None:
         """Become what a history has been replayed to; before anything is served."""
         manifest, run = history.manifest, self.run
         self.layout, self.buffers, self.datasets = history.layout, history.buffers, history.datasets
+        self.histories = history.histories
         run.run_id, run.state, run.samples = history.run_id, history.run_state, history.samples
         run.method, run.method_settings = manifest.method, manifest.method_settings
         self.mode = history.model.mode

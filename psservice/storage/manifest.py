@@ -35,10 +35,12 @@ class Manifest(_Strict):
         memory: of the update rule and an open round, beside their tensors.
         delay_compensation, ledger_multiple: of the shard, for all records behind this.
         last_checkpoint: the newest that the shard has taken part in; see ``psservice.cluster.checkpoints``.
+        origins, known_shards: of the shard's history of versions, and the histories of the other shards, as the
+            protocol's JSON.
         crc32: of all this, with 0 in its place.
     """
 
-    format: Literal[3] = 3
+    format: Literal[4] = 4
     checkpoint: str
     is_named: bool
     segment: _Count
@@ -64,6 +66,8 @@ class Manifest(_Strict):
     buffer_weight: float
     last_checkpoint: tuple[_Count, _Count]
     created_unix_seconds: float
+    origins: list[dict[str, Any]]
+    known_shards: list[dict[str, Any]]
     tensors: FileSeal | None = None
     crc32: int = 0
 

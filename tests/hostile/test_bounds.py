@@ -88,7 +88,8 @@ def requests_of(worker, rpc):
         layout = pb.ModelLayout(parameters=[pb.TensorSpec(name="w", data_type=pb.DATA_TYPE_FLOAT32)])
         return [pb.JoinRequest(identity=identity, protocol_version=2, method="raw", layout=layout, num_shards=1)]
     if rpc == "RenewLease":
-        return [pb.RenewLeaseRequest(identity=identity)]
+        history = pb.ShardHistory(generation=generation, version=1, origins=[pb.ShardOrigin(version=1)])
+        return [pb.RenewLeaseRequest(identity=identity, shards=[history])]
     if rpc == "UploadModel":
         header = pb.UploadHeader(identity=identity, generation=generation)
         return [

@@ -805,6 +805,76 @@ class LoadedModel(_message.Message):
 Global___LoadedModel: _TypeAlias = LoadedModel  # noqa: Y015
 
 @_typing.final
+class ShardOrigin(_message.Message):
+    """An earlier history of versions that a shard goes on from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """Generation of that history."""
+    version: _builtins.int
+    """The last version of that history that the shard has."""
+    checkpoint: _builtins.str
+    """The checkpoint at which the histories part; empty where they part at no checkpoint."""
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        version: _builtins.int = ...,
+        checkpoint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "generation", b"generation", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShardOrigin: _TypeAlias = ShardOrigin  # noqa: Y015
+
+@_typing.final
+class ShardHistory(_message.Message):
+    """How far a shard has come, and in which history of versions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_INDEX_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    ORIGINS_FIELD_NUMBER: _builtins.int
+    LOST_VERSIONS_FIELD_NUMBER: _builtins.int
+    shard_index: _builtins.int
+    """Which shard."""
+    generation: _builtins.int
+    """Its generation."""
+    version: _builtins.int
+    """A version that it has, or had."""
+    lost_versions: _builtins.int
+    """Versions that the teller knows of this shard, and that the shard has lost; not read in a request."""
+    @_builtins.property
+    def origins(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardOrigin]:
+        """Histories that it goes on from, oldest first; at most 8."""
+
+    def __init__(
+        self,
+        *,
+        shard_index: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        version: _builtins.int = ...,
+        origins: _abc.Iterable[Global___ShardOrigin] | None = ...,
+        lost_versions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "lost_versions", b"lost_versions", "origins", b"origins", "shard_index", b"shard_index", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShardHistory: _TypeAlias = ShardHistory  # noqa: Y015
+
+@_typing.final
 class JoinResponse(_message.Message):
     """A lease, and everything the worker must know."""
 
@@ -825,6 +895,8 @@ class JoinResponse(_message.Message):
     FIRST_STEP_FIELD_NUMBER: _builtins.int
     UPLOAD_FIELD_NUMBER: _builtins.int
     LOAD_REFUSED_FIELD_NUMBER: _builtins.int
+    ORIGINS_FIELD_NUMBER: _builtins.int
+    KNOWN_SHARDS_FIELD_NUMBER: _builtins.int
     state: Global___JoinState.ValueType
     """What to do next."""
     run_id: _builtins.str
@@ -867,6 +939,14 @@ class JoinResponse(_message.Message):
     def upload(self) -> Global___ModelProgress:
         """From shard 0: a model that another worker is uploading."""
 
+    @_builtins.property
+    def origins(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardOrigin]:
+        """Histories that the model here goes on from, oldest first."""
+
+    @_builtins.property
+    def known_shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardHistory]:
+        """What this shard knows of the others."""
+
     def __init__(
         self,
         *,
@@ -885,10 +965,12 @@ class JoinResponse(_message.Message):
         first_step: _builtins.int = ...,
         upload: Global___ModelProgress | None = ...,
         load_refused: _builtins.bool = ...,
+        origins: _abc.Iterable[Global___ShardOrigin] | None = ...,
+        known_shards: _abc.Iterable[Global___ShardHistory] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings", "upload", b"upload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "generation", b"generation", "index_codecs", b"index_codecs", "last_incarnation", b"last_incarnation", "last_step", b"last_step", "live_workers", b"live_workers", "load_refused", b"load_refused", "retry_seconds", b"retry_seconds", "run_id", b"run_id", "run_state", b"run_state", "settings", b"settings", "state", b"state", "upload", b"upload", "value_codecs", b"value_codecs", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "generation", b"generation", "index_codecs", b"index_codecs", "known_shards", b"known_shards", "last_incarnation", b"last_incarnation", "last_step", b"last_step", "live_workers", b"live_workers", "load_refused", b"load_refused", "origins", b"origins", "retry_seconds", b"retry_seconds", "run_id", b"run_id", "run_state", b"run_state", "settings", b"settings", "state", b"state", "upload", b"upload", "value_codecs", b"value_codecs", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -904,6 +986,7 @@ class RenewLeaseRequest(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     UPLOADED_FIELD_NUMBER: _builtins.int
     FIRST_BATCHES_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
     checkpoint: _builtins.str
     """What shard 0 has told last, as it came; other shards take part in that checkpoint, if it is newer than their last."""
     uploaded: _builtins.float
@@ -914,6 +997,10 @@ class RenewLeaseRequest(_message.Message):
     def identity(self) -> Global___WorkerIdentity:
         """Who renews."""
 
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardHistory]:
+        """What the worker has pulled of each shard, so that the shards know of one another."""
+
     def __init__(
         self,
         *,
@@ -921,10 +1008,11 @@ class RenewLeaseRequest(_message.Message):
         checkpoint: _builtins.str = ...,
         uploaded: _builtins.float = ...,
         first_batches: _builtins.int = ...,
+        shards: _abc.Iterable[Global___ShardHistory] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "first_batches", b"first_batches", "identity", b"identity", "uploaded", b"uploaded"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "first_batches", b"first_batches", "identity", b"identity", "shards", b"shards", "uploaded", b"uploaded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2220,6 +2308,8 @@ class GetStatusResponse(_message.Message):
     EVICTED_FIELD_NUMBER: _builtins.int
     MAX_STALENESS_FIELD_NUMBER: _builtins.int
     PORTS_IN_A_ROW_FIELD_NUMBER: _builtins.int
+    ORIGINS_FIELD_NUMBER: _builtins.int
+    KNOWN_SHARDS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     run_state: Global___RunState.ValueType
@@ -2298,6 +2388,14 @@ class GetStatusResponse(_message.Message):
     def evicted(self) -> _containers.RepeatedCompositeFieldContainer[Global___EvictedWorker]:
         """Workers that are kept out."""
 
+    @_builtins.property
+    def origins(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardOrigin]:
+        """Histories that the model here goes on from, oldest first."""
+
+    @_builtins.property
+    def known_shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardHistory]:
+        """What this shard knows of the others."""
+
     def __init__(
         self,
         *,
@@ -2337,10 +2435,12 @@ class GetStatusResponse(_message.Message):
         evicted: _abc.Iterable[Global___EvictedWorker] | None = ...,
         max_staleness: _builtins.int = ...,
         ports_in_a_row: _builtins.bool = ...,
+        origins: _abc.Iterable[Global___ShardOrigin] | None = ...,
+        known_shards: _abc.Iterable[Global___ShardHistory] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_bytes", b"buffer_bytes", "calls_inside", b"calls_inside", "dense_pull_bytes", b"dense_pull_bytes", "dense_push_bytes", b"dense_push_bytes", "device", b"device", "draining", b"draining", "durability", b"durability", "durable", b"durable", "evicted", b"evicted", "generation", b"generation", "journal_bytes", b"journal_bytes", "length", b"length", "max_staleness", b"max_staleness", "method", b"method", "num_shards", b"num_shards", "parameters", b"parameters", "ports_in_a_row", b"ports_in_a_row", "pull_bytes", b"pull_bytes", "pulls", b"pulls", "push_bytes", b"push_bytes", "pushes", b"pushes", "queue_limit", b"queue_limit", "queued", b"queued", "run_id", b"run_id", "run_state", b"run_state", "samples", b"samples", "server_version", b"server_version", "settings", b"settings", "shard_index", b"shard_index", "snapshot_age_seconds", b"snapshot_age_seconds", "snapshot_checkpoint", b"snapshot_checkpoint", "snapshot_version", b"snapshot_version", "start", b"start", "uptime_seconds", b"uptime_seconds", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_bytes", b"buffer_bytes", "calls_inside", b"calls_inside", "dense_pull_bytes", b"dense_pull_bytes", "dense_push_bytes", b"dense_push_bytes", "device", b"device", "draining", b"draining", "durability", b"durability", "durable", b"durable", "evicted", b"evicted", "generation", b"generation", "journal_bytes", b"journal_bytes", "known_shards", b"known_shards", "length", b"length", "max_staleness", b"max_staleness", "method", b"method", "num_shards", b"num_shards", "origins", b"origins", "parameters", b"parameters", "ports_in_a_row", b"ports_in_a_row", "pull_bytes", b"pull_bytes", "pulls", b"pulls", "push_bytes", b"push_bytes", "pushes", b"pushes", "queue_limit", b"queue_limit", "queued", b"queued", "run_id", b"run_id", "run_state", b"run_state", "samples", b"samples", "server_version", b"server_version", "settings", b"settings", "shard_index", b"shard_index", "snapshot_age_seconds", b"snapshot_age_seconds", "snapshot_checkpoint", b"snapshot_checkpoint", "snapshot_version", b"snapshot_version", "start", b"start", "uptime_seconds", b"uptime_seconds", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
