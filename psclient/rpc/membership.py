@@ -102,6 +102,7 @@ class Membership:
         self._has_asked = False  # there may be a lease, whether or not the answer came
         self._loaded: pb.LoadedModel | None = None  # which this join offers in the place of the server's model
         self._load_refused = False
+        self._lost_parts = ""  # of which shards the model is gone, and what helps
         self._last_progress = 0.0  # of an upload, by any worker, while this one joins; monotonic seconds
         self._deadline = math.inf
         self._waits, self._waiting_since = 0, -1  # how many waits for all there were; the last step before one in vain
@@ -141,7 +142,7 @@ class Membership:
         """
         with self._joining:  # a push, a fetch and a sampler may find out in three threads that they must
             seconds = self.settings.patience_seconds if self.joins else self.settings.connect_seconds
-            self._loaded, self._last_progress = loaded, time.monotonic()
+            self._loaded, self._last_progress, self._lost_parts = loaded, time.monotonic(), ""
             seconds = min(seconds, self._deadline - self._last_progress)
             if self.joins and loaded is None:
                 for shard in self.shards:
@@ -150,7 +151,8 @@ class Membership:
                 while not self._try_join(seconds, line):
                     if time.monotonic() > min(self._last_progress + seconds, self._deadline):
                         raise ServerNotReadyError(
-                            f"{self.coordinator.address} has had no model for {seconds:.0f} s, and no worker that "
+                            self._lost_parts
+                            or f"{self.coordinator.address} has had no model for {seconds:.0f} s, and no worker that "
                             "uploads one has got any further; check whether one lives, or restart all shards together"
                         )
             self.joins += 1
@@ -182,6 +184,7 @@ class Membership:
         first = self._join_shard(self.coordinator, seconds, generation_seen=seen)
         answers.append(first)
         self._note(first)
+        self._note_lost_parts(answers[::-1])
         if first.state == pb.JOIN_STATE_UPLOAD:
             self._require_finite()
             trained = any(answer.state == pb.JOIN_STATE_READY and answer.version for answer in answers)
@@ -243,6 +246,27 @@ class Membership:
                 lost,
                 " ".join(shard.address for shard in self.shards),
             )
+
+    def _note_lost_parts(self, answers: Sequence[pb.JoinResponse]) -> None:
+        """Warn, once a join, of shards that have lost the model while others have it, unless one is on its way."""
+        ready = [answer for answer in answers if answer.state == pb.JOIN_STATE_READY]
+        version = max((answer.version for answer in ready), default=0)
+        lost = [
+            f"shard {shard.index} at {shard.address}"
+            for shard, answer in zip(self.shards, answers, strict=True)
+            if answer.state != pb.JOIN_STATE_READY and not answer.HasField("upload")
+        ]
+        had_warned, self._lost_parts = bool(self._lost_parts), ""
+        if not version or not lost or self._has_replica:
+            return
+        self._lost_parts = (
+            f"{' and '.join(lost)} {'has' if len(lost) == 1 else 'have'} no model, and other shards have version "
+            f"{version}: data were lost. A worker that trained with that model uploads the missing part when it joins. "
+            "If none lives, stop the servers, put the shard's folder back from a backup (docs/durability.md, Backups), "
+            "and start them again; or begin anew with all folders empty, perhaps with --init and an older model file"
+        )
+        if not had_warned:
+            log.warning("%s", self._lost_parts)
 
     def _note(self, first: pb.JoinResponse) -> None:
         if self.identity.run_id != first.run_id and self.joins:

@@ -84,6 +84,11 @@ class Leases:
                 self._members[identity.worker_id] = member
             return self._renewed(member, now)
 
+    def find(self, identity: Identity) -> Member | None:
+        """Return the live member, and leave the lease as it is."""
+        with self._lock:
+            return self._find(identity, self.clock())
+
     def require(self, identity: Identity) -> Member:
         """Return the live member and renew the lease; raises :class:`Rejected` (``LEASE_EXPIRED``, ``EVICTED``)."""
         worker_id = identity.worker_id

@@ -69,11 +69,12 @@ class Run:
         """Return the run's id once a model, or a push to one, has brought ``run_id``."""
         return run_id if self._adopts and run_id else self.run_id
 
-    def agree(self, method: str, settings: Mapping[str, str], *, replace: bool) -> None:
-        """Adopt the first worker's method as the run's, or compare with it (``SETTINGS_MISMATCH``)."""
-        if not self.method or replace:
-            self.method, self.method_settings = method, dict(settings)
-            return
+    def agree(self, method: str, settings: Mapping[str, str]) -> None:
+        """Adopt a worker's method as the run's."""
+        self.method, self.method_settings = method, dict(settings)
+
+    def require_method(self, method: str, settings: Mapping[str, str]) -> None:
+        """Raise :class:`Rejected` (``SETTINGS_MISMATCH``) where a worker trains otherwise than the run."""
         if method != self.method:
             raise Rejected(
                 ErrorCode.SETTINGS_MISMATCH,

@@ -40,6 +40,7 @@ class ModelShard:
     Attributes:
         theta: fp32 ``[span.length]`` on the shard's device, not copied.
         version: counts from the version given.
+        first_version: that with which the run began; above 0 with ``--init`` of another run's directory.
         clock: seconds, of the round.
         round: the open round; ``None`` where training is asynchronous, and in groups.
         densified: whether the last update was sparse and changed everything.
@@ -59,6 +60,7 @@ class ModelShard:
     settings: ShardSettings
     mode: TrainingMode
     clock: Callable[[], float] = time.monotonic
+    first_version: int = 0
 
     def __post_init__(self) -> None:
         limit = max(1, int(self.settings.ledger_multiple * self.span.length))

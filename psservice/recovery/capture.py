@@ -81,6 +81,7 @@ def capture(
         shard_index=settings.shard_index,
         num_shards=settings.num_shards,
         version=model.version,
+        first_version=model.first_version,
         generation=model.generation,
         start=model.span.start,
         length=model.span.length,

@@ -37,6 +37,7 @@ from psservice.recovery.event_log import Kind, messages_in
 from psservice.sampling.codec import finished_of, from_plain, replay_record
 from psservice.settings import ShardSettings
 from psservice.storage.files import StorageError
+from psservice.storage.formats import OtherReleaseError
 from psservice.storage.journal_format import Record
 from psservice.storage.recovery_source import RecoverySource
 from psservice.types import Identity, PushAnswer
@@ -130,6 +131,8 @@ class LogReplayer:
             for record in self._source.records():
                 try:
                     self._redo(record)
+                except OtherReleaseError:
+                    raise
                 except Exception as error:  # torch's want of memory is a RuntimeError; and whatever fails each time
                     raise self._source.unfit(record, error) from error
                 self.replayed += 1
@@ -172,6 +175,7 @@ class LogReplayer:
             settings=settings,
             mode=mode,
             clock=self._clock,
+            first_version=self.manifest.first_version,
         )
 
     def extend_changelog(self) -> None:
@@ -262,7 +266,8 @@ class LogReplayer:
         elif record.kind == Kind.LEASED:
             replay_record(self.datasets, messages)
         else:
-            raise ValueError(f"records of kind {record.kind} are not known to this version of the server")
+            path = self.snapshot.path.parents[1] / "journal"
+            raise OtherReleaseError(path, f"records of kind {record.kind}, unknown to this release", is_newer=True)
 
     def _redo_push(self, messages: list[bytes]) -> None:
         header, merged, answer = self._read_push(messages)

@@ -30,28 +30,48 @@ def join(shard: Shard, identity: Identity, layout: ModelLayout, request: pb.Join
         fitted = model_install.fit_initial(shard, layout)
         starts = fitted is not None
         alone = not starts and shard.is_alone(identity)
-        # Read before they become the run's; where they must be the run's, that has been done.
-        mode = TrainingMode.of(method_settings) if alone or starts or not shard.run.method else shard.mode
+        is_new = alone or starts or not shard.run.method
+        mode = TrainingMode.of(method_settings) if is_new else shard.mode  # refuses what cannot be read
         if shard.layout is not None and not alone and shard.layout.fingerprint != layout.fingerprint:
             _refuse(layout_to_message(shard.layout), layout_to_message(layout))
-        shard.run.agree(request.method, method_settings, replace=alone or starts)
-        shard.mode = mode
-        if alone or (shard.layout is None and not starts):
+        if not is_new:
+            shard.run.require_method(request.method, method_settings)
+        if shard.is_coordinator and (shard.model is None or request.has_replica):
+            shard.uploads.require_seen(request.generation_seen, shard.model.generation if shard.model else 0)
+        if starts:
+            model_install.require_unclaimed(shard)
+        # From here on only the journal can refuse, and then the lease is not granted.
+        is_first = _grant_lease(shard, identity, frozenset(request.index_codecs or PLAIN_INDEX_CODECS))
+        before = shard.run.method, shard.run.method_settings, shard.mode, shard.layout
+        if is_new:
+            shard.run.agree(request.method, method_settings)
+            shard.mode = mode
+        if alone or starts or shard.layout is None:
             shard.layout = layout
-        _grant_lease(shard, identity, frozenset(request.index_codecs or PLAIN_INDEX_CODECS))
         if fitted is None:
             return _answer(shard, identity, request)
         model_install.claim(shard)
-        shard.layout, shard.uploads.initial = layout, None
-    model_install.install_initial(shard, fitted)
+        shard.uploads.initial = None
+    try:
+        model_install.install_initial(shard, fitted)
+    except BaseException:
+        with shard.join_lock:
+            if is_first and shard.leases.leave(identity):
+                shard.durability.events.left(identity)
+            if not len(shard.leases):  # else others have joined under what was agreed
+                shard.run.agree(*before[:2])
+                shard.mode, shard.layout = before[2:]
+        raise
     with shard.join_lock:
         return _answer(shard, identity, request)
 
 
-def _grant_lease(shard: Shard, identity: Identity, index_codecs: frozenset[int]) -> None:
-    known = shard.leases.is_live(identity)
+def _grant_lease(shard: Shard, identity: Identity, index_codecs: frozenset[int]) -> bool:
+    """Grant or renew a lease, and return whether it is a new one; refused, all is as before."""
+    known = shard.leases.find(identity)
     member = shard.leases.join(identity)
-    if not known:
+    is_new = member is not known  # also where the lease has ended between the two
+    if is_new:
         journal_ended_leases(shard)
         try:
             shard.durability.events.joined(identity, index_codecs)
@@ -61,6 +81,7 @@ def _grant_lease(shard: Shard, identity: Identity, index_codecs: frozenset[int])
         shard.metrics.joins.inc()
         log.info("worker joined", extra={"worker": identity.worker_id, "incarnation": identity.incarnation})
     member.index_codecs = index_codecs
+    return is_new
 
 
 def _answer(shard: Shard, identity: Identity, request: pb.JoinRequest) -> pb.JoinResponse:

@@ -40,9 +40,14 @@ _MOST_FIRST_VERSION = 1 << 52
 
 def claim(shard: Shard) -> None:
     """Claim the model's place; ``join_lock`` is held. Raises :class:`Rejected` (``BUSY``) where it is claimed."""
+    require_unclaimed(shard)
+    shard.installing = True
+
+
+def require_unclaimed(shard: Shard) -> None:
+    """Raise :class:`Rejected` (``BUSY``) where the model's place is claimed; ``join_lock`` is held."""
     if shard.installing:
         raise Rejected(ErrorCode.BUSY, "another model is being installed", retry_seconds=BUSY_RETRY_SECONDS)
-    shard.installing = True
 
 
 def _install(shard: Shard, make: Callable[[], Content], published: Callable[[], None] = lambda: None) -> None:
@@ -70,7 +75,9 @@ def _install(shard: Shard, make: Callable[[], Content], published: Callable[[], 
     )
 
 
-def _make_model(shard: Shard, layout: ModelLayout, values: torch.Tensor, generation: int, version: int) -> ModelShard:
+def _make_model(
+    shard: Shard, layout: ModelLayout, values: torch.Tensor, generation: int, version: int, first_version: int = 0
+) -> ModelShard:
     return shard_kind(shard.mode)(
         layout,
         shard.span,
@@ -80,6 +87,7 @@ def _make_model(shard: Shard, layout: ModelLayout, values: torch.Tensor, generat
         settings=shard.settings.shard,
         mode=shard.mode,
         clock=shard.environment.monotonic,
+        first_version=first_version,
     )
 
 
@@ -147,6 +155,12 @@ def finish_upload(shard: Shard, upload: Upload, version: int, *, run_id: str = "
     if shard.is_coordinator and shard.model is not None:  # a run's version does not go back
         version = max(version, shard.model.version)
     version = min(version, _MOST_FIRST_VERSION)
+    if shard.is_coordinator and shard.model is None and version:
+        log.warning(
+            "shard 0 had lost its data, and a worker fills it: the run begins anew to count samples and to lease those "
+            "of datasets, under a new id unless --run-id names one; earlier checkpoints cannot be restored",
+            extra={"run": shard.run.run_id, "version": version},
+        )
     try:
         with shard.join_lock:
             _check_upload(shard, upload.identity, upload.generation)
@@ -226,9 +240,8 @@ def install_initial(shard: Shard, fitted: FittedModel) -> None:
 
     def make() -> Content:
         span, run = shard.span, shard.run
-        model = _make_model(
-            shard, layout, fitted.flat[span.start : span.end].clone(), next_generation(0), initial.version
-        )
+        values, version = fitted.flat[span.start : span.end].clone(), initial.version
+        model = _make_model(shard, layout, values, next_generation(0), version, first_version=version)
         average = None
         if fitted.buffers and shard.is_coordinator:
             average = BufferAverage(layout.buffers, fitted.buffers)

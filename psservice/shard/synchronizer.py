@@ -68,10 +68,15 @@ class RoundSynchronizer(Synchronizer):
 
     open_round: SynchronousRound
 
+    @property
+    def _is_first(self) -> bool:
+        """Whether no round of the run was closed yet."""
+        return self.model.version == self.model.first_version
+
     def is_due(self) -> bool:
         """Apply the rule of the run's settings."""
         live = [member.identity.worker_id for member in self.leases.members() if member.makes_pushes]
-        return self.open_round.is_due(live, is_first=self.model.version == 0)
+        return self.open_round.is_due(live, is_first=self._is_first)
 
     def close(self) -> None:
         """Apply the mean of the open round, if anything is in it."""
@@ -90,7 +95,7 @@ class RoundSynchronizer(Synchronizer):
                 ErrorCode.ROUND_OPEN,
                 f"the round of version {self.model.version + 1} has {len(self.open_round.contributors)} contributions "
                 f"and waits for others; live workers: {len(self.leases)}"
-                + (", and the first round waits for start_workers of them" if self.model.version == 0 else ""),
+                + (", and the first round waits for start_workers of them" if self._is_first else ""),
                 retry_seconds=self.open_round.retry_seconds,
             )
 

@@ -156,18 +156,12 @@ class Uploads:
         return 0 if upload is None else upload.nbytes
 
     def grant(self, identity: Identity, generation_seen: int, has_replica: bool) -> int | None:
-        """Return the generation that this worker is to upload, or ``None`` while another uploads (``BAD_REQUEST``)."""
+        """Return the generation that a worker is to upload, ``None`` while another does. See :meth:`require_seen`."""
         grant, now = self._grant, self._leases.clock()
         replica_beats_fresh = has_replica and grant is not None and not grant.from_replica
         if grant is not None and grant.identity != identity and self._is_active(grant) and not replica_beats_fresh:
             return None
         previous = 0 if grant is None else grant.generation
-        if epoch(generation_seen) > max(_MOST_EPOCH_SEEN, epoch(previous)):
-            raise Rejected(
-                ErrorCode.BAD_REQUEST,
-                f"generation_seen is of epoch {epoch(generation_seen)}; it must be 0 to {_MOST_EPOCH_SEEN}, or shard 0 "
-                "must know it. Where a shard really has such a model, restart all shards together, empty",
-            )
         # A shard with this very generation was filled by this worker; another generation of its epoch was not.
         is_outdone = generation_seen != previous and epoch(generation_seen) >= epoch(previous)
         if grant is None or grant.identity != identity or is_outdone:
@@ -175,6 +169,16 @@ class Uploads:
             self._grant = grant = _Grant(identity, generation, has_replica, now, now)
             log.info("upload granted", extra={"worker": identity.worker_id, "generation": grant.generation})
         return grant.generation
+
+    def require_seen(self, generation_seen: int, present: int) -> None:
+        """Refuse an impossible epoch (``BAD_REQUEST``); ``present`` is the generation of the shard's model, or 0."""
+        previous = 0 if self._grant is None else self._grant.generation
+        if epoch(generation_seen) > max(_MOST_EPOCH_SEEN, epoch(previous), epoch(present)):
+            raise Rejected(
+                ErrorCode.BAD_REQUEST,
+                f"generation_seen is of epoch {epoch(generation_seen)}; it must be 0 to {_MOST_EPOCH_SEEN}, or shard 0 "
+                "must know it. Where a shard really has such a model, restart all shards together, empty",
+            )
 
     def require_grant(self, identity: Identity, generation: int) -> None:
         """Raise :class:`Rejected` (``STALE_GENERATION``) unless this worker may upload this generation."""

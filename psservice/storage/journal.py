@@ -18,6 +18,7 @@ from isal.isal_zlib import crc32
 
 from psservice.storage.environment import Environment
 from psservice.storage.files import DISK, Files, StorageError
+from psservice.storage.formats import require_mark
 from psservice.storage.journal_format import (
     FRAME,
     HEAD_BYTES,
@@ -284,8 +285,8 @@ class SegmentReader:
     def records(self) -> Iterator[Record]:
         """Yield the records up to the end or a torn tail.
 
-        Raises :class:`DamagedError` where others follow a record that does not check, :class:`StorageError` where the
-        file cannot be read; a running server may have removed the file meanwhile.
+        Raises :class:`DamagedError` where others follow a record that does not check, ``OtherReleaseError`` where the
+        file has another form, :class:`StorageError` where it cannot be read: a running server may have removed it.
         """
         try:
             file = self._files.open(self.path)
@@ -324,6 +325,7 @@ class SegmentReader:
         self._size = file.seek(0, 2)
         file.seek(0)
         head = file.read(HEAD_BYTES)
+        require_mark(self.path, head, MAGIC)
         self._mark = head[len(MAGIC) : len(MAGIC) + MARK_BYTES]
         return len(head) == HEAD_BYTES and head == segment_head(self._mark)
 

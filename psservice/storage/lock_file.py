@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from psservice.storage.files import UNKNOWN_PLACE, Files, Place, StorageError
+from psservice.storage.formats import require_mark
 
 LOCK_NAME = "lock"
 _MAGIC = b"SPSLOCK3"
@@ -69,12 +70,17 @@ class Watermark:
 
 
 def read_watermark(directory: Path, files: Files) -> Watermark | None:
-    """Read a directory's lock, also while a server has the lock; ``None`` where the file is missing or damaged."""
+    """Read a directory's lock, also while a server has the lock; ``None`` where the file is missing or damaged.
+
+    Raises :class:`~psservice.storage.formats.OtherReleaseError`.
+    """
     try:
         with files.open(directory / LOCK_NAME) as file:
-            return Watermark.from_bytes(file.read())
+            data = file.read()
     except OSError:
         return None
+    require_mark(directory / LOCK_NAME, data, _MAGIC)
+    return Watermark.from_bytes(data)
 
 
 def is_copy(directory: Path, files: Files, watermark: Watermark) -> bool:
@@ -103,7 +109,11 @@ class LockFile:
             raise StorageError(
                 f"{directory} is in use by another server; give each shard of each run a --data-dir of its own"
             ) from error
-        self.watermark = read_watermark(directory, files)
+        try:
+            self.watermark = read_watermark(directory, files)
+        except StorageError:
+            self.close()
+            raise
 
     def begin(self, watermark: Watermark) -> None:
         """Write the first watermark of this process, and force it to the disk; raises ``OSError``."""

@@ -27,6 +27,7 @@ class Manifest(_Strict):
         checkpoint: an id that the shards of one checkpoint share; "" where it was taken for this shard alone.
         is_named: whether an operator has named the checkpoint: it is kept until it is deleted.
         segment: number of the first journal segment behind it.
+        first_version: with which the run began.
         start, length: of the shard's span of the flat layout.
         layout: the model's, as the protocol's JSON.
         pushes, workers, datasets: of each incarnation, least recent first; of each lease; see the replayer, which reads
@@ -45,6 +46,7 @@ class Manifest(_Strict):
     is_named: bool
     segment: _Count
     version: _Count
+    first_version: _Count
     generation: _Count64
     start: _Count
     length: _Count

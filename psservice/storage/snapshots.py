@@ -4,6 +4,7 @@ A snapshot is written under a temporary name, forced to the disk, and renamed: a
 whole, unless the disk fails, which the manifest's sizes and checksums reveal.
 """
 
+import json
 import logging
 import zlib
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ import torch
 from pydantic import ValidationError
 
 from psservice.storage.files import Files, StorageError, discard
+from psservice.storage.formats import OtherReleaseError
 from psservice.storage.manifest import FileSeal, Manifest
 
 log = logging.getLogger(__name__)
@@ -62,7 +64,10 @@ def write(files: Files, directory: Path, manifest: Manifest, tensors: Mapping[st
 
 
 def readable(files: Files, directory: Path) -> list[Snapshot]:
-    """Return the snapshots of a directory, oldest first; one whose manifest cannot be read is left out and logged."""
+    """Return the snapshots of a directory, oldest first; one whose manifest cannot be read is left out and logged.
+
+    Raises :class:`OtherReleaseError` where another release wrote one.
+    """
     snapshots = []
     for name in files.list(directory):
         if name.startswith("."):
@@ -70,14 +75,29 @@ def readable(files: Files, directory: Path) -> list[Snapshot]:
         path = directory / name
         try:
             with files.open(path / MANIFEST_NAME) as file:
-                manifest = Manifest.model_validate_json(file.read())
+                data = file.read()
+            _require_format(path / MANIFEST_NAME, data)
+            manifest = Manifest.model_validate_json(data)
             if manifest != manifest.sealed(manifest.tensors):
                 raise StorageError("the manifest's checksum does not hold")
+        except OtherReleaseError:
+            raise
         except (OSError, ValidationError, StorageError) as error:
             log.warning("snapshot cannot be read", extra={"path": str(path), "error": str(error)})
             continue
         snapshots.append(Snapshot(path, manifest, files))
     return sorted(snapshots, key=lambda snapshot: snapshot.manifest.segment)
+
+
+def _require_format(path: Path, data: bytes) -> None:
+    """Raise :class:`OtherReleaseError` where a manifest has another format."""
+    try:
+        found = json.loads(data)["format"]
+    except (ValueError, KeyError, TypeError):
+        return  # damaged
+    ours = Manifest.model_fields["format"].default
+    if isinstance(found, int) and found != ours:
+        raise OtherReleaseError(path, f"format {found}, this release reads {ours}", is_newer=found > ours)
 
 
 def newest_number(files: Files, directory: Path) -> int:

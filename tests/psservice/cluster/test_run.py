@@ -30,13 +30,13 @@ def test_only_a_join_may_leave_the_run_open():
 
 def agreed():
     run = Run("r")
-    run.agree("dgs", {"momentum": "0.7"}, replace=False)
+    run.agree("dgs", {"momentum": "0.7"})
     return run
 
 
 def test_the_first_worker_decides_and_the_same_again_is_fine():
     run = agreed()
-    run.agree("dgs", {"momentum": "0.7"}, replace=False)
+    run.require_method("dgs", {"momentum": "0.7"})
     assert run.method == "dgs"
 
 
@@ -51,17 +51,17 @@ def test_the_first_worker_decides_and_the_same_again_is_fine():
 )
 def test_whoever_differs_is_refused_by_name(method, settings, named):
     run = agreed()
-    refusal = refusal_of(lambda: run.agree(method, settings, replace=False))
+    refusal = refusal_of(lambda: run.require_method(method, settings))
     assert refusal.reason is ErrorCode.SETTINGS_MISMATCH
     assert refusal.metadata == {"setting": named}
-    run.agree("dgs", {"momentum": "0.7"}, replace=False)
+    run.require_method("dgs", {"momentum": "0.7"})
 
 
 def test_one_who_is_alone_may_begin_otherwise():
     run = agreed()
-    run.agree("asgd", {}, replace=True)
+    run.agree("asgd", {})
     assert run.method == "asgd"
-    assert refusal_of(lambda: run.agree("dgs", {"momentum": "0.7"}, replace=False)).metadata == {"setting": "method"}
+    assert refusal_of(lambda: run.require_method("dgs", {"momentum": "0.7"})).metadata == {"setting": "method"}
 
 
 def test_pushes_are_taken_until_the_end():
