@@ -9,6 +9,7 @@ What fails is torch or the system below the server, and nothing of the server's 
 a file ``.met`` beside.
 ``stalled-journal``: likewise, writes to files in that directory do not return.
 ``EIO-journal``, ``ENOSPC-journal``: ``fsync`` of files in that directory fails with that error.
+``held-model``: a file ``final.safetensors`` does not get its name; that one waits is told by a file ``.met`` beside.
 ``no-listing``: from the moment when a snapshot gets its name, no descriptor is left to list the snapshots with.
 """
 
@@ -98,6 +99,19 @@ def _failed_sync(error: int, directory: str, file: Path) -> None:
         setattr(os, name, sync)
 
 
+def _held_model(file: Path) -> None:
+    for name in ("rename", "replace"):
+        there = getattr(os, name)
+
+        def renamed(source: Any, target: Any, real: Callable[..., None] = there, **options: Any) -> None:
+            while Path(target).name == "final.safetensors" and file.exists():
+                file.with_suffix(".met").touch()
+                time.sleep(_POLL_SECONDS)
+            real(source, target, **options)
+
+        setattr(os, name, renamed)
+
+
 def _no_listing(file: Path) -> None:
     named = False
     rename = os.rename
@@ -128,6 +142,8 @@ def main() -> int:
         _half_step(file, TypeError("this step cannot be done"), gradient=2.0)
     elif fault == "device":
         _device(file)
+    elif fault == "held-model":
+        _held_model(file)
     elif fault == "no-listing":
         _no_listing(file)
     elif fault.startswith("slow-"):

@@ -42,6 +42,7 @@ class Lane(Enum):
     LEASE = "lease"
     JOIN = "join"
     OPERATOR = "operator"
+    FINISH = "finish"
     WORK = "work"
 
 
@@ -76,7 +77,7 @@ RULES: dict[str, Rule] = {
     "LeaseSamples": Rule(Role.WORKER, Lane.WORK, changes=True),
     "WaitForAll": Rule(Role.WORKER, Lane.WORK),
     "GetStatus": Rule(Role.READER, Lane.OPERATOR),
-    "FinishRun": Rule(Role.WORKER, Lane.OPERATOR),  # workers report the end to the other shards
+    "FinishRun": Rule(Role.WORKER, Lane.FINISH),  # of every worker that leaves; waits for the final model
     "TakeSnapshot": Rule(Role.ADMIN, Lane.OPERATOR),
     "ListCheckpoints": Rule(Role.READER, Lane.OPERATOR),
     "DeleteCheckpoint": Rule(Role.ADMIN, Lane.OPERATOR),

@@ -51,7 +51,7 @@ _OneMessage: TypeAlias = Callable[[Call, Message], Answer]
 _InParts: TypeAlias = Callable[[Call], StreamReader]
 
 _SMALL_BYTES = 16 << 10  # of a message of a push that is little work
-_LANE_THREADS = {Lane.LEASE: 2, Lane.JOIN: 2, Lane.OPERATOR: 4}
+_LANE_THREADS = {Lane.LEASE: 2, Lane.JOIN: 2, Lane.OPERATOR: 4, Lane.FINISH: 1}
 _MOST_AHEAD = 4  # calls of which a message that is not charged yet, 4 MiB at most, is received
 _FIRST_PIECES = 4  # of work of each kind, which threads do: they may wait for a compiler
 _MOST_CALLS = 4096
