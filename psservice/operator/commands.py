@@ -61,7 +61,7 @@ def snapshot(clients: ShardClients, options: Namespace) -> int:
     """Take one checkpoint over all shards, with a name or an id; where one shard does not answer, none is taken."""
     fleet = one_run(clients)
     if fleet.unreached:
-        return _nothing_done(fleet, "no snapshot was taken", options)
+        return _nothing_done(fleet, fleet.unreached, "no snapshot was taken", options)
 
     def words(answer: pb.TakeSnapshotResponse) -> str:
         return f"checkpoint {answer.checkpoint or '(of this shard alone)'}, version {answer.version}: {answer.path}"
@@ -70,14 +70,19 @@ def snapshot(clients: ShardClients, options: Namespace) -> int:
 
 
 def restore(clients: ShardClients, options: Namespace) -> int:
-    """Take every shard back to a version or a checkpoint; where one shard does not answer, none is taken back."""
+    """Take every shard back to a version or a checkpoint; if one of them cannot go back there, none does."""
     fleet = one_run(clients)
     if fleet.unreached:
-        return _nothing_done(fleet, "no shard was taken back", options)
+        return _nothing_done(fleet, fleet.unreached, "no shard was taken back", options)
     request = pb.RestoreModelRequest(checkpoint=options.checkpoint or "")
     if options.version is not None:
         request = pb.RestoreModelRequest(version=options.version)
 
+    check = type(request)(only_check=True)
+    check.MergeFrom(request)
+    unable = [each for each in clients.all("RestoreModel", check, [*fleet.reached]) if each.error is not None]
+    if unable:
+        return _nothing_done(fleet, unable, "no shard was taken back", options)
     restored = clients.all("RestoreModel", request, [*fleet.reached])
     return report(
         restored, lambda answer: f"back at version {answer.version}; workers pull it with their next step", options
@@ -179,13 +184,13 @@ def ask_all(clients: ShardClients, fleet: Fleet, rpc: str, request: Message) -> 
     return [asked.get(shard.address, shard) for shard in fleet.shards]
 
 
-def _nothing_done(fleet: Fleet, what: str, options: Namespace) -> int:
-    """Report shards without an answer, without which nothing is done."""
+def _nothing_done(fleet: Fleet, unable: Sequence[Outcome], what: str, options: Namespace) -> int:
+    """Report the shards that cannot do it, without which nothing is done."""
     if options.json:
-        print(json.dumps(_plain(fleet.unreached), indent=2))
-    render.say_errors(fleet.unreached)
+        print(json.dumps(_plain(unable), indent=2))
+    render.say_errors(unable)
     render.say(f"{what}: it takes all {len(fleet.shards)} shards", failed=True)
-    return exit_status(fleet.unreached)
+    return exit_status(unable)
 
 
 def report(

@@ -72,7 +72,11 @@ class OperatorCalls:
         target = request.WhichOneof("target")
         if target is None:
             raise Rejected(ErrorCode.BAD_REQUEST, "name a version or a checkpoint to go back to")
-        model = roll_back(self._shard, request.version if target == "version" else None, request.checkpoint)
+        version = request.version if target == "version" else None
+        if request.only_check:
+            found = self._shard.durability.replay_to(version, request.checkpoint).model
+            return pb.RestoreModelResponse(version=found.version, generation=found.generation)
+        model = roll_back(self._shard, version, request.checkpoint)
         return pb.RestoreModelResponse(version=model.version, generation=model.generation)
 
     def drain(self, call: Call, request: pb.DrainRequest) -> pb.DrainResponse:

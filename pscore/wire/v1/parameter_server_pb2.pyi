@@ -2679,19 +2679,23 @@ class RestoreModelRequest(_message.Message):
 
     VERSION_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
+    ONLY_CHECK_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """A version of this shard."""
     checkpoint: _builtins.str
     """A checkpoint."""
+    only_check: _builtins.bool
+    """True to learn whether the shard can go back there, and to what version; nothing changes."""
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         checkpoint: _builtins.str = ...,
+        only_check: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "target", b"target", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "target", b"target", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "only_check", b"only_check", "target", b"target", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_target: _TypeAlias = _typing.Literal["version", "checkpoint"]  # noqa: Y015
     _WhichOneofArgType_target: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
@@ -2701,7 +2705,7 @@ Global___RestoreModelRequest: _TypeAlias = RestoreModelRequest  # noqa: Y015
 
 @_typing.final
 class RestoreModelResponse(_message.Message):
-    """The shard has gone back."""
+    """The shard has gone back, or, with only_check, can go back."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

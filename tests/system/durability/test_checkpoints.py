@@ -1,13 +1,16 @@
 """Checkpoints that an operator has named: kept until deleted, listed, gone back to, and never taken for another."""
 
 import json
+import shutil
 
 import pytest
 import torch
 
 import psclient
 from psclient.rpc.local_server import LocalServer
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cli import main as cli
+from psservice.operator.client import call
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step
 
 KEPT = 2
@@ -157,3 +160,28 @@ def test_drain_and_stop_leaves_one_snapshot_of_its_version(tmp_path, capsys):
         server.restart()
         assert checkpoint in listed(capsys, server)
         assert run(capsys, "restore", server.server, "--checkpoint", checkpoint)[0] == 0
+
+
+@pytest.mark.parametrize(("to", "target"), [("checkpoint", "good"), ("version", "1")])
+def test_a_restore_that_one_shard_cannot_do_takes_no_shard_back(to, target, shards, tmp_path, capsys):
+    server, model, _, train = shards
+    assert run(capsys, "snapshot", "--name", "good", *server.addresses)[0] == 0
+    train()
+    server.processes[1].kill()
+    server.processes[1].wait()
+    shutil.rmtree(tmp_path / "shard-1-of-2")
+    server.restart(1)
+    train(3)  # and upload the part of shard 1 again
+    before = versions(server)
+    code, printed = run(capsys, "restore", f"--{to}", target, *server.addresses)
+    assert code == 3
+    assert server.addresses[1] in printed.err
+    assert server.addresses[0] not in printed.err
+    assert "no shard was taken back" in printed.err
+    assert versions(server) == before
+    train()
+    assert_same_parameters(model, server.server)
+
+
+def versions(server):
+    return [call(address, "GetStatus", pb.GetStatusRequest(), 10).version for address in server.addresses]
