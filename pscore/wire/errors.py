@@ -30,7 +30,7 @@ class ErrorCode(Enum):
     NON_FINITE = ("INVALID_ARGUMENT", "look for a diverging loss; nothing was applied")
     BAD_REQUEST = ("INVALID_ARGUMENT", "correct what the message names")
     UNKNOWN_CODEC = ("UNIMPLEMENTED", "choose a codec that this server knows, or upgrade it")
-    UNKNOWN_PROTOCOL = ("UNIMPLEMENTED", "use client and server versions that are at most one release apart")
+    UNKNOWN_PROTOCOL = ("UNIMPLEMENTED", "use releases with the same protocol version on workers and servers")
     FINGERPRINT_MISMATCH = ("FAILED_PRECONDITION", "build the same model on every worker")
     SETTINGS_MISMATCH = ("FAILED_PRECONDITION", "give every worker the same method and settings")
     SHARD_MISMATCH = ("FAILED_PRECONDITION", "list every shard's address once, in the order of --shard-index")

@@ -1,5 +1,6 @@
 """Worker and server tell each other at join what they read, and write nothing else; an empty list means the plain."""
 
+import grpc
 import pytest
 
 import psclient
@@ -8,7 +9,9 @@ from psclient.rpc import membership
 from psclient.rpc.local_server import LocalServer
 from pscore.wire import frames
 from pscore.wire.codecs.names import PLAIN_INDEX_CODECS
+from pscore.wire.messages import PROTOCOL_VERSION
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psservice.app.server import Server
 from psservice.rpc import workers
 from psservice.settings import ServerSettings
@@ -94,3 +97,22 @@ def test_a_worker_that_lists_nothing_is_answered_in_the_plain_codecs_or_refused(
     assert seen <= PLAIN_INDEX_CODECS
     with LocalServer(down_value_type="int8", **topk) as running, pytest.raises(RefusedError, match="int8"):
         dgs(make_model(), running)
+
+
+@pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
+def test_a_worker_with_another_protocol_version_is_refused_with_both_numbers(version):
+    """Versions are compared for equality, so the advice promises nothing to neighbours."""
+    with LocalServer() as server, grpc.insecure_channel(server.addresses[0]) as channel:
+        stub = ParameterServerServiceStub(channel)
+        request = pb.JoinRequest(
+            identity=pb.WorkerIdentity(worker_id="w", incarnation="1"),
+            protocol_version=version,
+            method="raw",
+            layout=pb.ModelLayout(parameters=[pb.TensorSpec(name="w", data_type=pb.DATA_TYPE_FLOAT32)]),
+            num_shards=1,
+        )
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.Join(request, timeout=5)
+        said = refused.value.details()
+        assert f"protocol {version}, the server {PROTOCOL_VERSION}" in said
+        assert "same protocol version" in said
