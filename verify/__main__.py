@@ -17,6 +17,7 @@ from rich.console import Console
 from benchmarks.harness import machine
 from benchmarks.harness.progress import Progress
 from verify import report
+from verify.backups import Backups
 from verify.campaign import Campaign
 from verify.client.caller import LeaseLostError, RefusedError, StuckError
 from verify.client.replica import BrokenReplyError
@@ -33,7 +34,7 @@ from verify.training import Training
 _KINDS = ((2, "interval", "topk"), (1, "always", "auto"), (1, "interval", "exact"), (2, "always", "exact"))
 _FEWEST_KILLS = 3
 """Of a campaign; with fewer in all there are fewer campaigns."""
-_SCENARIOS = ("kills", "disk", "descriptors", "flips", "training")
+_SCENARIOS = ("kills", "disk", "descriptors", "flips", "training", "backups")
 _TRAINING_SHARE, _MOST_TRAINERS = 12, 4  # a trainer costs seconds of a core to start
 _FLIP_WORKERS = 2
 _NARROWEST = 160
@@ -52,6 +53,8 @@ _NOTES = (
     "models compared: replicas and downloads at the version they claimed, against the reference's, bit for bit",
     "top-k replies: each entry against the reference's model less the replica, bit for bit, and the replica with it",
     "psclient: pushes of all lives against the servers' versions; each replica against the model after the last pull",
+    "backups: no push is counted, since those behind a copy are gone with it; each replica against the model after the "
+    "last pull",
     "clocks: the wall clock of the servers' own code is moved by up to ten years, at starts and while they run "
     "(failpoint/skewed_clock.py); the system's clock is not touched, and the monotonic one, which leases use, "
     "has no steps",
@@ -141,6 +144,10 @@ def _scenarios(
             name = f"psclient, {shards} shard{'s' if shards > 1 else ''}, {down_mode}"
             plan = _plan(options, name, shards, "interval", max(1, options.kills // _TRAINING_SHARE), down_mode)
             add(replace(plan, workers=min(options.workers, _MOST_TRAINERS)), Training)
+    if "backups" in options.only:
+        for down_mode in ("exact", "topk"):
+            plan = _plan(options, f"backups, 2 shards, {down_mode}", 2, "interval", 2 * options.rounds, down_mode)
+            add(replace(plan, workers=min(options.workers, _MOST_TRAINERS)), Backups)
     return found
 
 
@@ -180,7 +187,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=8, help="that push meanwhile")
     parser.add_argument("--size", type=int, default=40_000, help="elements of the model")
     parser.add_argument("--pause", type=float, default=0.01, help="mean seconds between two pushes of a worker")
-    parser.add_argument("--rounds", type=int, default=2, help="in which room, and descriptors, are used up")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="in which room, and descriptors, are used up; half of the restores"
+    )
     parser.add_argument("--flips", type=int, default=0, help="bits flipped; 0 for one in every place")
     parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
     parser.add_argument(

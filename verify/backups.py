@@ -1,0 +1,163 @@
+"""Shards that are restored from copies: one from an older copy, or each from a copy of another moment.
+
+Copies are made while the servers run, in any order of their files. Pushes that came behind a copy are gone with it, so
+none are counted here. What must hold all the same: each restored shard begins a history of its own, the servers name
+the shard that was taken back, and every replica is the servers' model in the end.
+"""
+
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import numpy as np
+
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from verify.client import wire
+from verify.cluster.servers import Servers
+from verify.plan import Plan, Result
+from verify.traffic.team import Team, TrainerFailedError
+from verify.validate import server_readings
+from verify.validate.verdict import Verdict
+
+_SHARDS = 2
+_LEASE_SECONDS = 3.0
+_HIDDEN = 64
+_CALL_SECONDS, _ANSWER_SECONDS, _NAMED_SECONDS = 30.0, 150.0, 30.0
+_APART_SECONDS = 3.0, 5.0
+_POLL_SECONDS = 0.1
+
+
+class Backups:
+    """Runs the plan's kills: the odd ones restore one shard, the even ones both, from copies of two moments."""
+
+    def __init__(self, plan: Plan, directory: Path, say: Callable[[str], None]) -> None:
+        self.plan, self.directory, self.say = plan, directory, say
+        self.result = Result(plan.name)
+        self._rng = random.Random(f"{plan.seed} {plan.name}")
+
+    def run(self) -> Result:
+        started, plan = time.monotonic(), self.plan
+        self.directory.mkdir(parents=True)
+        servers = Servers(
+            _SHARDS,
+            self.directory / "data",
+            self.directory,
+            fsync=plan.fsync,
+            down_mode=plan.down_mode,
+            down_dense_below=0,
+            lease_seconds=_LEASE_SECONDS,
+            snapshot_seconds=3,
+            keep_snapshots=4,
+        )
+        with ExitStack() as stack:
+            stack.enter_context(servers)
+            team = Team(",".join(servers.addresses), self.directory, plan.workers, hidden=_HIDDEN, pause=plan.pause)
+            stack.callback(team.close)
+            try:
+                for trainer in team.living:
+                    trainer.answer("ms", _ANSWER_SECONDS)
+                for number in range(plan.kills):
+                    self.say(f"{number} of {plan.kills} restores")
+                    self._restore_copies(servers, number)
+                self._compare(servers, team)
+            except TrainerFailedError as error:
+                self.result.failures.append(f"{error}; see {self.directory / 'trainers.log'}")
+            servers.stop()
+        self.result.failures += [f"server log: {line}" for line in servers.errors()[:5]]
+        self.result.seconds = time.monotonic() - started
+        return self.result
+
+    def _restore_copies(self, servers: Servers, number: int) -> None:
+        self._pause()
+        old = self._copy(servers, f"{number}-old")
+        self._pause()
+        new = self._copy(servers, f"{number}-new")
+        if number % 2:
+            self._pause()
+        before = [server_readings.status(address).generation for address in servers.addresses]
+        older = self._rng.randrange(_SHARDS)
+        sources = {older: old} if number % 2 else {older: old, 1 - older: new}
+        began = time.monotonic()
+        for shard in range(_SHARDS):
+            servers.kill(shard)
+        for shard, source in sources.items():
+            shutil.rmtree(servers.folder(shard))
+            shutil.copytree(source / servers.folder(shard).name, servers.folder(shard))
+        for shard in range(_SHARDS):
+            servers.start(shard)
+        for shard in range(_SHARDS):
+            servers.await_ready(shard)
+        self.result.recovery_seconds.append(time.monotonic() - began)
+        self.result.faults["servers killed"] += _SHARDS
+        self.result.faults["shards restored from a copy"] += len(sources)
+        for shard in sources:
+            if server_readings.status(servers.addresses[shard]).generation == before[shard]:
+                self.result.failures.append(f"restore {number}: shard {shard} goes on with its history from a copy")
+        if not self._is_named(servers, older):
+            self.result.failures.append(f"restore {number}: nobody says that shard {older} has lost versions")
+        self._pause()
+        for address in servers.addresses:  # as the operator does who accepts the mixture
+            with closing(wire.Line(address)) as line:
+                version = server_readings.status(address).version
+                line.stub.RestoreModel(pb.RestoreModelRequest(version=version), timeout=_CALL_SECONDS)
+
+    def _copy(self, servers: Servers, name: str) -> Path:
+        """Copy all shards, each in another order of its files, while they serve."""
+        target = self.directory / name
+        for shard in range(_SHARDS):
+            source = servers.folder(shard)
+            for part in self._rng.sample(("journal", "lock", "snapshots"), 3):
+                to = target / source.name / part
+                to.parent.mkdir(parents=True, exist_ok=True)
+                self._copy_part(source / part, to)
+        return target
+
+    def _copy_part(self, source: Path, to: Path) -> None:
+        """Copy a file or a folder; a file that the server removes meanwhile makes the folder be copied again."""
+        if source.is_file():
+            shutil.copy2(source, to)
+            return
+        while True:
+            try:
+                shutil.copytree(source, to)
+                return
+            except (shutil.Error, FileNotFoundError):
+                shutil.rmtree(to, ignore_errors=True)
+                self.result.faults["copies begun again"] += 1
+
+    def _is_named(self, servers: Servers, older: int) -> bool:
+        """Wait until the other shard names the one that was taken back."""
+        end = time.monotonic() + _NAMED_SECONDS
+        while time.monotonic() < end:
+            known = server_readings.status(servers.addresses[1 - older]).known_shards
+            if any(each.shard_index == older and each.lost_versions for each in known):
+                return True
+            threading.Event().wait(_POLL_SECONDS)
+        return False
+
+    def _compare(self, servers: Servers, team: Team) -> None:
+        """Let all flush, then all pull: replicas must then be the model."""
+        self.say("everybody flushes, pulls and leaves")
+        for word, key in (("flush", "flushed"), ("pull", "pulled")):
+            for trainer in team.living:
+                trainer.ask(word)
+            for trainer in team.living:
+                trainer.answer(key, _ANSWER_SECONDS)
+        model = wire.digest(
+            np.concatenate([wire.download(address, _CALL_SECONDS).values for address in servers.addresses])
+        )
+        replicas = [trainer.answer("pulled", 1.0)["digest"] for trainer in team.living]
+        for trainer in team.living:
+            if trainer.end(_ANSWER_SECONDS):
+                self.result.failures.append(f"{trainer.name} ended with status {trainer.process.returncode}")
+        verdict = Verdict(compared=len(replicas), different=sum(replica != model for replica in replicas))
+        if verdict.different:
+            verdict.say(f"{verdict.different} of {len(replicas)} replicas are not the servers' model")
+        self.result.verdicts.append(verdict)
+
+    def _pause(self) -> None:
+        threading.Event().wait(self._rng.uniform(*_APART_SECONDS))
