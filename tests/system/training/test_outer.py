@@ -185,10 +185,10 @@ def test_local_steps_that_lead_nowhere_are_undone():
     with outer(mine, 2, inner) as optimizer:
         start = values(mine)
         train_step(mine, optimizer, *make_data(count=32))
-        inner.param_groups[0]["lr"] = float("inf")
+        hook = inner.register_step_post_hook(lambda *_: mine[0].weight.fill_(float("inf")))
         with pytest.raises(NonFiniteGradientError, match=r"0\.weight"):
             train_step(mine, optimizer, *make_data(count=32))
-        inner.param_groups[0]["lr"] = 0.1
+        hook.remove()
         assert all(torch.equal(now, was) for now, was in zip(values(mine), start, strict=True))
         for step in range(2):
             train_step(mine, optimizer, *make_data(seed=step, count=32))
@@ -337,7 +337,9 @@ def test_a_pull_that_fails_half_way_is_no_step_of_this_worker(monkeypatch):
 
 def test_a_flush_of_local_steps_that_lead_nowhere_undoes_them():
     mine = model()
-    with outer(mine, 4, torch.optim.SGD(mine.parameters(), lr=float("inf"))) as optimizer:
+    inner = torch.optim.SGD(mine.parameters(), lr=0.1)
+    inner.register_step_post_hook(lambda *_: mine[0].weight.fill_(float("inf")))
+    with outer(mine, 4, inner) as optimizer:
         before = values(mine)
         train_step(mine, optimizer, *make_data(count=8))
         with pytest.raises(NonFiniteGradientError):
