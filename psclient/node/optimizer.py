@@ -18,7 +18,7 @@ from typing import Any, NoReturn, SupportsIndex
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import Optimizer
 
 from psclient import settings as client_settings
 from psclient.compress.groups import ParamGroups
@@ -37,7 +37,7 @@ from psclient.model.module import describe
 from psclient.model.replica import Replica
 from psclient.node.comm import NodeComm, NodeStatus
 from psclient.node.group import leader_settings, unwrap_ddp
-from psclient.optim.arguments import check_added, check_params, check_seconds, check_step
+from psclient.optim.arguments import Params, check_added, check_params, check_seconds, check_step, split_model
 from psclient.optim.base import ParameterServerOptimizer
 from psclient.report import StepReport, Totals
 from psclient.settings import ClientSettings, Server
@@ -70,7 +70,7 @@ class NodeOptimizer(Optimizer):
 
     Args:
         method: a training method, as ``psclient.DGS``; only the leader makes one.
-        params: parameters or param groups, the same on every process.
+        params: parameters, param groups, or a model and then also ``model``; the same on every process.
         model: the module, or the ``DistributedDataParallel`` around it, whose process group is then the node's.
         group: the processes of this node; the default group if neither this nor a DDP says otherwise.
         server: as for the method, without ``"local"``.
@@ -88,7 +88,7 @@ class NodeOptimizer(Optimizer):
     def __init__(
         self,
         method: Callable[..., ParameterServerOptimizer],
-        params: ParamsT,
+        params: Params,
         *,
         model: torch.nn.Module | None = None,
         group: dist.ProcessGroup | None = None,
@@ -107,6 +107,7 @@ class NodeOptimizer(Optimizer):
             raise ConfigurationError(
                 "NodeOptimizer takes parameters; psclient.Outer and WAGMA, which take an optimizer, are not for it"
             )
+        params, model = split_model(params, model)
         module, group = unwrap_ddp(model, group)
         resolved = leader_settings(client_settings.resolve(settings, server, worker), group)
         self._status = NodeStatus()

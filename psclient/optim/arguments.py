@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from psclient.compress.groups import check_hyperparameters
 from psclient.errors import ConfigurationError, UnknownArgumentError
@@ -17,6 +18,9 @@ from psclient.model.module import TrainedModel
 from psclient.rounds import Rounds
 
 log = logging.getLogger("psclient")
+
+Params = ParamsT | torch.nn.Module
+"""What is trained: parameters, param groups, or a model, all of whose parameters that need a gradient are meant."""
 
 Density = float | Callable[[int], float]
 """Share of a tensor's entries that is sent: a number, or a function of the worker's step (from 1)."""
@@ -43,15 +47,32 @@ def unknown_argument(kind: type, base: type, name: str) -> UnknownArgumentError:
     return UnknownArgumentError(f"{kind.__name__}() got an unexpected keyword argument {name!r}{hint}")
 
 
+def split_model(params: Params, model: torch.nn.Module | None) -> tuple[Any, torch.nn.Module | None]:
+    """Return parameters and the model; :class:`ConfigurationError` where a model is given twice, or trains nothing."""
+    if not isinstance(params, torch.nn.Module):
+        return params, model
+    if model is not None and model is not params:
+        raise ConfigurationError(
+            "params is a model, and model= is another: pass one of them, or the parameters that are to be trained"
+        )
+    trained = [parameter for parameter in params.parameters() if parameter.requires_grad]
+    if not trained:
+        raise ConfigurationError(
+            f"params is a model, {type(params).__name__}, and none of its parameters needs a gradient: thaw those that "
+            "are to be trained first (requires_grad_())"
+        )
+    return trained, params
+
+
 def check_params(params: Any) -> Any:
-    """Return parameters or groups to be trained; :class:`ConfigurationError` for a whole model, or for none at all."""
+    """Return parameters or groups to be trained; :class:`ConfigurationError` for a model among them, or for nothing."""
     if isinstance(params, torch.Tensor):  # which is torch's to refuse
         return params
-    found = [params] if isinstance(params, torch.nn.Module) else list(params)
+    found = list(params)
     for each in found:
         if isinstance(each.get("params") if isinstance(each, dict) else each, torch.nn.Module):
             raise ConfigurationError(
-                "params is a model: pass its parameters, model.parameters(), and the model as model="
+                "params holds a model: pass its parameters, model.parameters(), and the model as model="
             )
     if not found:
         raise ConfigurationError(

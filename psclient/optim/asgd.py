@@ -2,9 +2,8 @@
 
 from typing import Any, ClassVar
 
-from torch.optim.optimizer import ParamsT
-
 from psclient.compress.method import Group, Recurrence
+from psclient.optim.arguments import Params
 from psclient.optim.base import ParameterServerOptimizer
 
 
@@ -34,7 +33,7 @@ class ASGD(ParameterServerOptimizer):
     momentum_is_torchs: ClassVar[bool] = True
 
     def __init__(
-        self, params: ParamsT, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, **connection: Any
+        self, params: Params, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, **connection: Any
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, None, **connection)
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, ClassVar, NoReturn, SupportsIndex
 
 import torch
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import Optimizer
 
 from psclient import settings as client_settings
 from psclient.buckets.layer_density import LayerDensity
@@ -39,11 +39,13 @@ from psclient.errors import ConfigurationError, CopyRefusedError, ServerUnreacha
 from psclient.model.module import TrainedModel, describe
 from psclient.optim.arguments import (
     Density,
+    Params,
     check_added,
     check_mode,
     check_params,
     check_seconds,
     check_step,
+    split_model,
     unknown_argument,
     warn_without_model,
 )
@@ -59,7 +61,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
     """Base of the methods; use one of its subclasses.
 
     Args:
-        params: parameters or param groups.
+        params: parameters, param groups, or a model: then its parameters that need a gradient, and ``model`` too.
         defaults: the method's hyper-parameters.
         density: see :data:`Density`. A function leaves groups alone that were given a density of their own. ``None``
             with a budget.
@@ -106,7 +108,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
 
     def __init__(
         self,
-        params: ParamsT,
+        params: Params,
         defaults: dict[str, Any],
         density: Density | None,
         agreed: Mapping[str, str] | None = None,
@@ -138,6 +140,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
             following = DEFAULT_BUDGET
         if density is None:
             density = self.default_density
+        params, model = split_model(params, model)
         super().__init__(check_params(params), defaults | {"density": density(1) if callable(density) else density})
         if model is None:
             warn_without_model(self.param_groups)

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch.optim.optimizer import ParamsT
 
 from psclient.compress.gradients import Scale, norms
 from psclient.compress.method import Group, Recurrence
 from psclient.errors import ConfigurationError, HyperparameterError
-from psclient.optim.arguments import Density
+from psclient.optim.arguments import Density, Params
 from psclient.optim.base import ParameterServerOptimizer
 
 
@@ -45,7 +44,7 @@ class DGC(ParameterServerOptimizer):
 
     def __init__(
         self,
-        params: ParamsT,
+        params: Params,
         lr: float,
         momentum: float = 0.9,
         weight_decay: float = 0.0,

@@ -2,10 +2,8 @@
 
 from typing import Any, ClassVar
 
-from torch.optim.optimizer import ParamsT
-
 from psclient.compress.method import Group, Recurrence
-from psclient.optim.arguments import Density
+from psclient.optim.arguments import Density, Params
 from psclient.optim.base import ParameterServerOptimizer
 
 
@@ -37,7 +35,7 @@ class DGS(ParameterServerOptimizer):
 
     def __init__(
         self,
-        params: ParamsT,
+        params: Params,
         lr: float,
         momentum: float = 0.7,
         weight_decay: float = 0.0,

@@ -2,10 +2,8 @@
 
 from typing import Any, ClassVar
 
-from torch.optim.optimizer import ParamsT
-
 from psclient.compress.method import Group, Recurrence
-from psclient.optim.arguments import Density
+from psclient.optim.arguments import Density, Params
 from psclient.optim.base import ParameterServerOptimizer
 
 
@@ -31,7 +29,7 @@ class GradientDropping(ParameterServerOptimizer):
     name: ClassVar[str] = "gradient_dropping"
 
     def __init__(
-        self, params: ParamsT, lr: float, weight_decay: float = 0.0, density: Density | None = None, **connection: Any
+        self, params: Params, lr: float, weight_decay: float = 0.0, density: Density | None = None, **connection: Any
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay}, density, **connection)
 

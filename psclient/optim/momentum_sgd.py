@@ -3,10 +3,9 @@
 from typing import Any
 
 from torch.optim import SGD
-from torch.optim.optimizer import ParamsT
 
 from psclient.engine.state import split
-from psclient.optim.arguments import check_params
+from psclient.optim.arguments import Params, check_params, split_model
 
 
 class MomentumSGD(SGD):
@@ -15,7 +14,7 @@ class MomentumSGD(SGD):
     It is here so that a script can change its method by one name; everything it does is ``torch.optim.SGD``'s.
 
     Args:
-        params: parameters or param groups.
+        params: parameters, param groups, or a model.
         lr: learning rate.
         momentum: momentum factor.
         weight_decay: L2 penalty.
@@ -23,8 +22,9 @@ class MomentumSGD(SGD):
     """
 
     def __init__(
-        self, params: ParamsT, lr: float, momentum: float = 0.9, weight_decay: float = 0.0, **options: Any
+        self, params: Params, lr: float, momentum: float = 0.9, weight_decay: float = 0.0, **options: Any
     ) -> None:
+        params, _ = split_model(params, None)
         super().__init__(check_params(params), lr=lr, momentum=momentum, weight_decay=weight_decay, **options)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -5,14 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NoReturn
 
-from torch.optim.optimizer import ParamsT
-
 from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.method import Group, Recurrence
 from psclient.engine.step import GradientSource
 from psclient.errors import ConfigurationError, HyperparameterError
 from psclient.model.module import TrainedModel
-from psclient.optim.arguments import Density, as_json, options_of, scheduler_description, scheduler_interval
+from psclient.optim.arguments import Density, Params, as_json, options_of, scheduler_description, scheduler_interval
 from psclient.optim.base import ParameterServerOptimizer
 from pscore.wire.messages import LARGEST_RATE
 
@@ -70,7 +68,7 @@ class ServerOptimizer(ParameterServerOptimizer):
 
     def __init__(
         self,
-        params: ParamsT,
+        params: Params,
         optimizer: str,
         options: Mapping[str, Any] | None = None,
         *,
@@ -167,7 +165,7 @@ class ServerRMSprop(ParameterServerOptimizer):
 
     def __init__(
         self,
-        params: ParamsT,
+        params: Params,
         lr: float = 0.001,
         alpha: float = 0.99,
         eps: float = 1e-8,

@@ -2,10 +2,8 @@
 
 from typing import Any, ClassVar
 
-from torch.optim.optimizer import ParamsT
-
 from psclient.compress.method import Group, Recurrence
-from psclient.optim.arguments import Density
+from psclient.optim.arguments import Density, Params
 from psclient.optim.base import ParameterServerOptimizer
 from psclient.rounds import Rounds
 
@@ -39,7 +37,7 @@ class SSGD(ParameterServerOptimizer):
 
     def __init__(
         self,
-        params: ParamsT,
+        params: Params,
         lr: float,
         momentum: float = 0.9,
         weight_decay: float = 0.0,

@@ -88,10 +88,10 @@ def test_other_calls_too(call):
 
 @pytest.mark.parametrize("method", [psclient.DGS, psclient.MomentumSGD])
 def test_a_model_or_nothing_as_params_is_named_with_what_is_wanted(method):
-    model = make_model()
-    for params in (model, [{"params": model}]):
-        with pytest.raises(ConfigurationError, match=r"params is a model: .*model\.parameters\(\)"):
-            method(params, lr=0.1)
+    with pytest.raises(ConfigurationError, match=r"params holds a model: .*model\.parameters\(\)"):
+        method([{"params": make_model()}], lr=0.1)
+    with pytest.raises(ConfigurationError, match="none of its parameters needs a gradient"):
+        method(make_model().requires_grad_(False), lr=0.1)
     for params in ([], iter(())):
         with pytest.raises(ConfigurationError, match=r"params is empty"):
             method(params, lr=0.1)
