@@ -16,15 +16,17 @@ class Histories:
 
     Args:
         origins: histories that the shard's own goes on from, oldest first.
-        known: what is known of the other shards.
+        known: what is known of the other shards, with the versions that they have lost.
     """
 
     def __init__(self, origins: Iterable[pb.ShardOrigin] = (), known: Iterable[pb.ShardHistory] = ()) -> None:
         self.origins = (*origins,)
-        self._known = {each.shard_index: each for each in known}
+        self._known: dict[int, pb.ShardHistory] = {}
         self._unwritten: set[int] = set()
         self._lost: dict[int, int] = {}
         self._lock = threading.Lock()
+        for each in known:
+            self.replay(each)
 
     def branch(self, generation: int, version: int, checkpoint: str) -> None:
         """Note that the shard leaves a history at this version; before anything is served."""
@@ -42,6 +44,7 @@ class Histories:
                 return 0
             self._known[told.shard_index] = _without_losses(told)
             self._lost[told.shard_index] = lost
+            self._unwritten.add(told.shard_index)
         return lost
 
     def hear(self, told: pb.ShardHistory) -> int:
@@ -64,24 +67,29 @@ class Histories:
         return lost
 
     def replay(self, known: pb.ShardHistory) -> None:
-        """Know again what the shard wrote down."""
-        self._known[known.shard_index] = known
+        """Know again what the shard wrote down; before anything is served."""
+        self._known[known.shard_index] = _without_losses(known)
+        if known.lost_versions:
+            self._lost[known.shard_index] = known.lost_versions
 
     def unwritten(self) -> list[pb.ShardHistory]:
-        """Return what is known and was not returned before."""
+        """Return what is known and was not returned before, with the versions that shards have lost."""
         with self._lock:
             new, self._unwritten = self._unwritten, set()
-            return [self._known[index] for index in sorted(new)]
+            return self._with_losses(new)
 
     def known(self) -> list[pb.ShardHistory]:
         """Return what is known of the other shards, with the versions that they have lost."""
         with self._lock:
-            return [_with_losses(self._known[index], self._lost.get(index, 0)) for index in sorted(self._known)]
+            return self._with_losses(self._known)
 
     def lost(self) -> dict[str, float]:
         """Return the versions that other shards have lost, by the index of each shard that is known."""
         with self._lock:
             return {str(index): float(self._lost.get(index, 0)) for index in sorted(self._known)}
+
+    def _with_losses(self, indices: Iterable[int]) -> list[pb.ShardHistory]:
+        return [_with_losses(self._known[index], self._lost.get(index, 0)) for index in sorted(indices)]
 
 
 def _without_losses(history: pb.ShardHistory) -> pb.ShardHistory:

@@ -52,7 +52,11 @@ def test_a_shard_keeps_the_newest_of_what_it_hears_and_tells_once_what_is_new():
     assert [(each.generation, each.version, each.lost_versions) for each in histories.known()] == [(NEW, 7, 2)]
     assert histories.lost() == {"1": 2.0}
     again = Histories(known=histories.known())
-    assert [each.version for each in again.known()] == [7]
+    assert (again.known(), again.lost()) == (histories.known(), histories.lost())
+    replayed = Histories()
+    for each in histories.unwritten():
+        replayed.replay(each)
+    assert (replayed.known(), replayed.lost()) == (histories.known(), histories.lost())
 
 
 def test_a_shard_hears_that_it_has_fewer_versions_than_others_have_seen_of_it():

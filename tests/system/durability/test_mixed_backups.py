@@ -128,6 +128,15 @@ def test_shards_of_different_backups_are_named_to_workers_operators_and_monitori
     capsys.readouterr()
     assert main(["top", "--once", "--interval-seconds", "0.1", *run.server.addresses]) == 0
     assert f"shard {older} has lost {lost} versions" in capsys.readouterr().out
+    run.stop()
+    run.restart()
+    assert main(["status", *run.server.addresses]) == 0
+    assert f"shard {older} has lost {lost} versions" in capsys.readouterr().out  # also after a restart
+    assert main(["snapshot", "--name", "accepted", *run.server.addresses]) == 0
+    assert main(["restore", "--checkpoint", "accepted", *run.server.addresses]) == 0
+    capsys.readouterr()
+    assert main(["status", *run.server.addresses]) == 0
+    assert LOST not in capsys.readouterr().out
 
 
 def test_a_shard_whose_volume_was_taken_back_is_named_even_where_its_start_could_not_notice(run, tmp_path):
