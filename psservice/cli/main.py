@@ -67,8 +67,6 @@ def _drop_output() -> None:
 
 
 def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int:
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its lines on stderr; the error that follows says the same
-
     from pscore.config import unknown_variables
     from pscore.net.addresses import AddressError
     from pscore.net.channels import ChannelError, Security

@@ -1,7 +1,6 @@
 """``psservice serve``: a server of one shard, or of all shards of a host."""
 
 import gc
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -24,7 +23,6 @@ def serve(arguments: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(EXIT_DONE))
     signal.signal(signal.SIGHUP, lambda *_: None)  # of a terminal that is closed
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines on stderr; ours say the same with advice
 
     if sys.stderr and sys.stderr.isatty():
         print("psservice: loading PyTorch", file=sys.stderr)  # seconds, in which nothing else can be said

@@ -2,20 +2,37 @@
 
 import logging
 import sys
+import threading
+from datetime import UTC, datetime
+from types import TracebackType
 from typing import Any
 
 from pythonjsonlogger.json import JsonFormatter
 
 from pscore.names import escaped
 
+log = logging.getLogger("psservice")
+
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+_RENAMED = {"asctime": "time", "levelname": "level"}
+
+
+class _JsonFormatter(JsonFormatter):
+    """The time is UTC, so that the lines of servers in several zones sort and merge as text."""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - the base's name
+        return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
 
 
 class _TextFormatter(logging.Formatter):
     """A line of text with the extra fields behind it as ``name=value``, and an exception's lines, indented, below.
 
     Words of others are among all of these: what a terminal would obey is escaped, and no part of them begins a line.
+    The time is local, with the offset of its zone.
     """
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - the base's name
+        return datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the base's name
         extras = {name: value for name, value in record.__dict__.items() if name not in _STANDARD}
@@ -29,16 +46,33 @@ class _TextFormatter(logging.Formatter):
 def configure(level: str, form: str, shard: int | None = None) -> None:
     """Send every log line of this process to stderr, from ``level`` up; ``form`` is ``json``, ``text`` or ``auto``.
 
-    Where a run has several shards, each line has the field ``shard``.
+    Python's warnings, and exceptions that nobody catches, are lines of the log too. If a run has several shards, each
+    line has the field ``shard``.
     """
     if form == "auto":
         form = "text" if sys.stderr.isatty() else "json"
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
-        JsonFormatter("{asctime}{levelname}{name}{message}", style="{", rename_fields={"levelname": "level"})
+        _JsonFormatter("{asctime}{levelname}{name}{message}", style="{", rename_fields=_RENAMED)
         if form == "json"
         else _TextFormatter("%(asctime)s %(levelname)-7s %(message)s")
     )
     if shard is not None:
         handler.addFilter(lambda record: record.__dict__.setdefault("shard", shard) == shard)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.captureWarnings(True)
+    sys.excepthook = _uncaught
+    threading.excepthook = lambda failed: _log_uncaught(failed.exc_type, failed.exc_value, failed.exc_traceback)
+    sys.unraisablehook = lambda failed: _log_uncaught(failed.exc_type, failed.exc_value, failed.exc_traceback)
+
+
+def _uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, traceback)
+    else:
+        _log_uncaught(kind, error, traceback)
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException | None, traceback: TracebackType | None) -> None:
+    if not issubclass(kind, SystemExit):
+        log.critical("an exception that nobody has caught", exc_info=(kind, error or kind(), traceback))

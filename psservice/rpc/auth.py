@@ -17,6 +17,7 @@ from psservice.rpc.watched_files import SecurityError, WatchedFiles
 _RELOAD_SECONDS = 1.0  # between two checks of the token file
 
 _HASHED = "sha256:"
+_SHOWN_DIGITS = 8
 
 
 class Role(IntEnum):
@@ -29,10 +30,14 @@ class Role(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls; ``worker`` is the only worker that the caller may be, empty for any."""
+    """Who calls; ``worker`` is the only worker that the caller may be, empty for any.
+
+    ``token`` names the token in the log, by the beginning of its hash: nobody can find the token by that.
+    """
 
     role: Role
     worker: str = ""
+    token: str = ""
 
     def require_worker(self, worker_id: str) -> None:
         """Check that the caller may be this worker; raises :class:`Rejected` (``PERMISSION_DENIED``)."""
@@ -134,7 +139,8 @@ def read_tokens(path: Path) -> dict[bytes, Caller]:
             digest = _digest(token)
         if digest in callers:
             raise SecurityError(f"{path}, line {number}: this token stands in another line too")
-        callers[digest] = Caller(role, words[2] if len(words) == 3 else "")
+        name = f"{_HASHED}{digest.hex()[:_SHOWN_DIGITS]}"
+        callers[digest] = Caller(role, words[2] if len(words) == 3 else "", name)
     if not callers:
         raise SecurityError(f"{path} holds no token, so nobody could call; leave --tokens out to let everybody in")
     return callers

@@ -55,6 +55,7 @@ class Rule:
         in_parts: whether a request is several messages, for a reader of them.
         stays_open: whether a stream has one request after another.
         reads_ahead: whether the next message is received while the handler works on one: of megabytes, and many.
+        is_audited: whether the log has who called, and how that ended.
     """
 
     role: Role
@@ -63,6 +64,7 @@ class Rule:
     in_parts: bool = False
     stays_open: bool = False
     reads_ahead: bool = False
+    is_audited: bool = False
 
 
 RULES: dict[str, Rule] = {
@@ -77,13 +79,13 @@ RULES: dict[str, Rule] = {
     "LeaseSamples": Rule(Role.WORKER, Lane.WORK, changes=True),
     "WaitForAll": Rule(Role.WORKER, Lane.WORK),
     "GetStatus": Rule(Role.READER, Lane.OPERATOR),
-    "FinishRun": Rule(Role.WORKER, Lane.FINISH),  # of every worker that leaves; waits for the final model
-    "TakeSnapshot": Rule(Role.ADMIN, Lane.OPERATOR),
+    "FinishRun": Rule(Role.WORKER, Lane.FINISH, is_audited=True),  # of every worker that leaves; waits for a file
+    "TakeSnapshot": Rule(Role.ADMIN, Lane.OPERATOR, is_audited=True),
     "ListCheckpoints": Rule(Role.READER, Lane.OPERATOR),
-    "DeleteCheckpoint": Rule(Role.ADMIN, Lane.OPERATOR),
-    "RestoreModel": Rule(Role.ADMIN, Lane.OPERATOR),
-    "Drain": Rule(Role.ADMIN, Lane.OPERATOR),
-    "EvictWorker": Rule(Role.ADMIN, Lane.OPERATOR),
+    "DeleteCheckpoint": Rule(Role.ADMIN, Lane.OPERATOR, is_audited=True),
+    "RestoreModel": Rule(Role.ADMIN, Lane.OPERATOR, is_audited=True),
+    "Drain": Rule(Role.ADMIN, Lane.OPERATOR, is_audited=True),
+    "EvictWorker": Rule(Role.ADMIN, Lane.OPERATOR, is_audited=True),
 }
 """Every method of the service; a test asserts that none is missing."""
 
@@ -125,6 +127,7 @@ class Call:
         values: of the message that the handler works on, as :func:`pscore.wire.dense.split_values` returns them.
         on_received: called with the bytes of messages of a stream before they are read.
         on_sent: called with the bytes of answers before they are sent.
+        audit: what an audited call does, for the log; ``None`` if it changes nothing.
     """
 
     rpc: str
@@ -141,6 +144,7 @@ class Call:
     values: Sequence[memoryview] = ()
     on_received: Callable[[int], None] | None = None
     on_sent: Callable[[int], None] | None = None
+    audit: dict[str, object] | None = None
 
 
 def handlers_of(calls: object) -> dict[str, Handler]:

@@ -19,6 +19,7 @@ import grpc.aio
 import torch
 from google.protobuf.message import Message
 
+from pscore.names import escaped
 from pscore.telemetry import tracing
 from pscore.telemetry.span import NO_SPAN, TRACEPARENT
 from pscore.wire.errors import ErrorCode, Rejected, to_status
@@ -44,6 +45,7 @@ from psservice.shard.shard import Shard
 from psservice.types import Identity
 
 log = logging.getLogger(__name__)
+audit = logging.getLogger("psservice.audit")
 
 Result = TypeVar("Result")
 
@@ -144,7 +146,8 @@ class Dispatcher:
             self._metrics.refusals.labels(reason=refusal.reason.name).inc()
             level = logging.INFO if refusal.retry_seconds is None else logging.DEBUG
             reason = {"reason": refusal.reason.name, "detail": refusal.detail}
-            log.log(level, "refused", extra={"rpc": rpc, "peer": context.peer(), **reason})
+            if opened is None or not opened.rule.is_audited:
+                log.log(level, "refused", extra={"rpc": rpc, "peer": context.peer(), **reason})
             end = partial(context.abort_with_status, to_status(refusal))
         except StalledError as stalled:
             self._metrics.calls_cut.labels(rpc=rpc, why=str(stalled)).inc()
@@ -225,7 +228,20 @@ class Dispatcher:
 
     async def _serve_request(self, opened: OpenCall, handler: Handler) -> None:
         """Serve a call of one request."""
-        await self._measured(opened, self._read_whole(opened, handler))
+        serving = self._measured(opened, self._read_whole(opened, handler))
+        if not opened.rule.is_audited:
+            await serving
+            return
+        outcome, detail = "OK", {}
+        try:
+            await serving
+        except BaseException as error:
+            outcome = error.reason.name if isinstance(error, Rejected) else type(error).__name__
+            detail = {"detail": error.detail} if isinstance(error, Rejected) else {}
+            raise
+        finally:
+            if opened.call.audit is not None or outcome != "OK":
+                _audit(opened, {"outcome": outcome, **detail})
 
     async def _serve_requests(self, opened: OpenCall, handler: Handler) -> None:
         """Serve the requests of a stream that stays open, one after another."""
@@ -448,3 +464,14 @@ class Dispatcher:
         """Run work in the call's lane, once this is awaited."""
         self._by_threads[opened.call.rpc] += 1
         return opened.in_thread(work)
+
+
+def _audit(opened: OpenCall, ended: dict[str, str]) -> None:
+    """Write who has made a call, and how it ended, to the log."""
+    call, context = opened.call, opened.context
+    who = {"peer": context.peer(), "role": call.caller.role.name.lower()}
+    if call.caller.token:
+        who["token"] = call.caller.token
+    if names := context.auth_context().get("x509_common_name"):
+        who["certificate"] = escaped(names[0].decode("utf-8", "replace"))
+    audit.info("an operator's call", extra={"rpc": call.rpc, **(call.audit or {}), **who, **ended})

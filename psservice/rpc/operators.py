@@ -36,13 +36,16 @@ class OperatorCalls:
         """End the run."""
         shard = self._shard
         shard.run.require_id(request.run_id, may_be_empty=True)
+        call.audit = None if shard.run.is_finished else {"run": shard.run.run_id}
         path = finish(shard)
         return pb.FinishRunResponse(version=shard.require_model(None).version, final_model=path)
 
     def take_snapshot(self, call: Call, request: pb.TakeSnapshotRequest) -> pb.TakeSnapshotResponse:
         """Take a snapshot."""
+        call.audit = {"checkpoint": request.checkpoint}
         snapshot = self._shard.durability.take_asked(request.checkpoint)
         manifest = snapshot.manifest
+        call.audit = {"checkpoint": manifest.checkpoint, "version": manifest.version}
         return pb.TakeSnapshotResponse(
             checkpoint=manifest.checkpoint, version=manifest.version, path=str(snapshot.path)
         )
@@ -65,6 +68,7 @@ class OperatorCalls:
 
     def delete_checkpoint(self, call: Call, request: pb.DeleteCheckpointRequest) -> pb.DeleteCheckpointResponse:
         """Delete a checkpoint that an operator has named."""
+        call.audit = {"checkpoint": request.checkpoint}
         return pb.DeleteCheckpointResponse(version=self._shard.durability.delete(request.checkpoint).manifest.version)
 
     def restore_model(self, call: Call, request: pb.RestoreModelRequest) -> pb.RestoreModelResponse:
@@ -73,8 +77,10 @@ class OperatorCalls:
         if target is None:
             raise Rejected(ErrorCode.BAD_REQUEST, "name a version or a checkpoint to go back to")
         version = request.version if target == "version" else None
+        call.audit = {target: getattr(request, target)}
         if request.only_check:
             found = self._shard.durability.replay_to(version, request.checkpoint).model
+            call.audit = None
             return pb.RestoreModelResponse(version=found.version, generation=found.generation)
         model = roll_back(self._shard, version, request.checkpoint)
         return pb.RestoreModelResponse(version=model.version, generation=model.generation)
@@ -82,6 +88,7 @@ class OperatorCalls:
     def drain(self, call: Call, request: pb.DrainRequest) -> pb.DrainResponse:
         """Close the shard to new changes, or open it again."""
         shard, gate = self._shard, self._shard.drain_gate
+        was_closed = gate.is_closed
         match request.action:
             case pb.DRAIN_ACTION_CLOSE | pb.DRAIN_ACTION_STOP:
                 gate.is_closed = True
@@ -89,10 +96,13 @@ class OperatorCalls:
                 gate.is_closed = False
             case _:
                 raise Rejected(ErrorCode.BAD_REQUEST, f"{request.action} is no action that this server knows")
+        if gate.is_closed is not was_closed:  # an operator asks again and again until the shard is drained
+            call.audit = {"act": "close" if gate.is_closed else "open"}
         self._on_drain()
         inside, queued = gate.in_flight, shard.apply_thread.queued
         stopping = request.action == pb.DRAIN_ACTION_STOP and not inside and not queued
         if stopping:
+            call.audit = {"act": "stop"}
             self._stop()
         return pb.DrainResponse(
             draining=gate.is_closed,
@@ -105,6 +115,7 @@ class OperatorCalls:
     def evict_worker(self, call: Call, request: pb.EvictWorkerRequest) -> pb.EvictWorkerResponse:
         """End a worker's lease."""
         shard = self._shard
+        call.audit = {"worker": request.worker_id, "ban_seconds": request.ban_seconds}
         member = evict(shard, request.worker_id, request.ban_seconds)
         _, last_step = shard.dedup.last_push(request.worker_id) or ("", 0)
         return pb.EvictWorkerResponse(
