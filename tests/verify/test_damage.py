@@ -57,3 +57,13 @@ def test_places_are_where_they_say(tmp_path):
 def test_a_longer_header_is_flipped_too(tmp_path):
     flips = {flip.place: flip for flip in draw(kept(tmp_path, b"more"), random.Random(0))}
     assert flips["newest segment, header, what follows"].byte in range(16, 20)
+
+
+def test_the_number_of_a_format_is_spared(tmp_path):
+    """With another number a file is that of another release, which every start refuses."""
+    folder = kept(tmp_path)
+    (folder / "lock").write_bytes(b"SPSLOCK3" + bytes(1))
+    for seed in range(300):
+        for flip in draw(folder, random.Random(seed)):
+            at = {"lock": 7, "manifest.json": 11}.get(flip.file.name, 7 if flip.file.suffix == ".journal" else -1)
+            assert flip.byte != at

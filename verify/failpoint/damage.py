@@ -1,6 +1,7 @@
 """Where a bit is flipped in what a server keeps, from the bytes that are documented (docs/durability.md) alone.
 
-Recovery begins at the newest snapshot: what lies before it is kept for going back, and is not needed.
+Recovery begins at the newest snapshot: what lies before it is kept for going back, and is not needed. The numbers of
+formats are spared: with a flipped bit they say that another release wrote the file, and no start gives that up.
 """
 
 import random
@@ -9,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+_FORMAT_WITHIN = 64
 _MARK_AT = 8
 _MARK_BYTES = 8
 _FRAME_BYTES = 24
@@ -21,6 +23,7 @@ _PLACES = (
     "last record",
 )
 _SOME = (_PLACES[1], _PLACES[4], _PLACES[5])
+_FORMATS = re.compile(rb'(?<=\ASPSLOCK)[0-9]|(?<=\ASPSJRNL)[0-9]|(?<="format": )[0-9]')
 _NUMBERS = re.compile(rb"(?<=: )[0-9]")  # with its lowest bit flipped, a digit is another digit
 
 
@@ -69,7 +72,8 @@ def draw(folder: Path, rng: random.Random) -> list[Flip]:
     lock = folder / "lock"
     flips.append(_flip("lock", folder, lock, (0, lock.stat().st_size), rng))
     manifest = snapshots[-1] / "manifest.json"
-    digit = rng.choice([found.start() for found in _NUMBERS.finditer(manifest.read_bytes())])
+    numbers = (found.start() for found in _NUMBERS.finditer(manifest.read_bytes()))
+    digit = rng.choice([number for number in numbers if number != _format_at(manifest)])
     flips.append(Flip("newest snapshot, a number in the manifest", manifest.relative_to(folder), digit, 0))
     return flips
 
@@ -111,4 +115,13 @@ def _records(data: bytes) -> list[int]:
 
 
 def _flip(place: str, folder: Path, path: Path, span: tuple[int, int], rng: random.Random) -> Flip:
-    return Flip(place, path.relative_to(folder), rng.randrange(*span), rng.randrange(8))
+    spared = _format_at(path)
+    byte = rng.choice([byte for byte in range(*span) if byte != spared])
+    return Flip(place, path.relative_to(folder), byte, rng.randrange(8))
+
+
+def _format_at(path: Path) -> int:
+    """Find the number of a file's format; -1 in tensors, which have none."""
+    with path.open("rb") as file:
+        found = _FORMATS.search(file.read(_FORMAT_WITHIN))
+    return found.start() if found else -1
