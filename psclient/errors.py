@@ -85,22 +85,28 @@ class ModelLoadedError(ModelChangedError):
         )
 
 
-class ServerUnreachableError(SparsepsError, ConnectionError):
-    """A server did not answer within the patience. The optimizer stays usable: the next ``step()`` goes on.
+class PatienceError(SparsepsError, OSError):
+    """The time that a call may take is over. The optimizer stays usable: the next ``step()`` goes on.
 
     Attributes:
         address: which server.
         seconds: how long it was tried.
     """
 
-    _text: ClassVar[str] = (
-        "{address} did not answer for {seconds:.0f} s: {why}; check that `psservice serve` runs there and that the "
-        "address can be reached. {hint}"
-    )
+    _text: ClassVar[str]
 
     def __init__(self, address: str, seconds: float, why: str, hint: str) -> None:
         super().__init__(self._text.format(address=address, seconds=seconds, why=why, hint=hint))
         self.address, self.seconds = address, seconds
+
+
+class ServerUnreachableError(PatienceError, ConnectionError):
+    """A server did not answer within the patience. The optimizer stays usable: the next ``step()`` goes on."""
+
+    _text = (
+        "{address} did not answer for {seconds:.0f} s: {why}; check that `psservice serve` runs there and that the "
+        "address can be reached. {hint}"
+    )
 
 
 class HandshakeError(ServerUnreachableError):
@@ -109,10 +115,11 @@ class HandshakeError(ServerUnreachableError):
     _text = "{address} cannot be spoken to for {seconds:.0f} s: {why}; {hint}"
 
 
-class HeldBackError(ServerUnreachableError, TimeoutError):
+class HeldBackError(PatienceError, TimeoutError):
     """Slower workers have held this one back for longer than its patience: a bound on leads, or a synchronous round.
 
-    As after any :class:`ServerUnreachableError`, the optimizer stays usable, and the next ``step()`` goes on.
+    The server answers, so this is no :class:`ServerUnreachableError`. The optimizer stays usable, and the next
+    ``step()`` goes on.
     """
 
     _text = (
@@ -363,7 +370,7 @@ def from_rpc_error(error: grpc.RpcError, address: str = "") -> Exception:
     return ServerFaultError(f"the server answered {code.name}: {detail}")
 
 
-def out_of_patience(address: str, seconds: float, last: Transient, hint: str) -> ServerUnreachableError:
+def out_of_patience(address: str, seconds: float, last: Transient, hint: str) -> PatienceError:
     """Return the error of an undertaking whose last attempt, after ``seconds`` in all, has failed like this."""
     if last.advice:
         return HandshakeError(address, seconds, str(last), last.advice)

@@ -1,9 +1,11 @@
 """Synchronous rounds, as a worker asks for them."""
 
 import json
+import numbers
 from dataclasses import asdict, dataclass
 
 from psclient.errors import ConfigurationError
+from psclient.whole_numbers import whole_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +31,13 @@ class Rounds:
     start_workers: int = 1
 
     def __post_init__(self) -> None:
-        counts = isinstance(self.quorum, int) and isinstance(self.start_workers, int)
-        times = isinstance(self.seconds, int | float) and 0 <= self.seconds < float("inf")
-        if not (counts and times and self.quorum >= 0 and self.start_workers >= 1):
-            raise ConfigurationError(
-                f"{self}: quorum and seconds must be numbers of at least 0, start_workers of at least 1, and all finite"
-            )
+        object.__setattr__(self, "quorum", whole_number(self.quorum, "quorum must be a number of contributions"))
+        workers = whole_number(self.start_workers, "start_workers must be a number of workers", 1)
+        object.__setattr__(self, "start_workers", workers)
+        is_time = isinstance(self.seconds, numbers.Real) and not isinstance(self.seconds, bool)
+        if not (is_time and 0 <= self.seconds < float("inf")):
+            raise ConfigurationError(f"seconds must be a finite number, at least 0, not {self.seconds!r}")
+        object.__setattr__(self, "seconds", float(self.seconds))
 
     def agreed(self) -> str:
         """Return it as the text in which workers must agree."""

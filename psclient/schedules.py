@@ -3,6 +3,7 @@
 A density schedule is any function of the worker's step (from 1): ``density=lambda step: 0.1 if step < 100 else 0.01``.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from psclient.buckets.layer_density import LayerDensity
 from psclient.errors import ConfigurationError
 from psclient.node.optimizer import NodeOptimizer
 from psclient.optim.base import ParameterServerOptimizer
+from psclient.whole_numbers import whole_number
 
 DensitySchedule = Callable[[int], float]
 
@@ -20,8 +22,7 @@ DGC_WARMUP = (0.25, 0.0625, 0.015625, 0.004)
 
 def dgc_warmup(steps_per_epoch: int, final: float = 0.001) -> DensitySchedule:
     """DGC's exponential warm-up: 25 %, 6.25 %, 1.5625 %, 0.4 % for an epoch each, then ``final``; never below it."""
-    if steps_per_epoch < 1:
-        raise ConfigurationError(f"steps_per_epoch must be at least 1, not {steps_per_epoch}")
+    whole_number(steps_per_epoch, "steps_per_epoch must be a number of steps", 1)
 
     def density(step: int) -> float:
         epoch = (step - 1) // steps_per_epoch
@@ -65,12 +66,14 @@ class VersionClock:
                 f"VersionClock(scheduler, optimizer), not a {type(self.scheduler).__name__} and a "
                 f"{type(self.optimizer).__name__}"
             )
-        if self.versions_per_step < 1:
-            raise ConfigurationError(f"versions_per_step must be at least 1, not {self.versions_per_step}")
+        whole_number(self.versions_per_step, "versions_per_step must be a number of versions", 1)
 
     def step(self) -> None:
-        """Step the scheduler as often as the version asks for; a late joiner catches up at once."""
-        while self.steps < self.optimizer.version // self.versions_per_step:
+        """Step the scheduler as often as the version asks for; a late joiner catches up at once.
+
+        The workers of a run may push more updates than a scheduler has steps, as ``OneCycleLR``: it stays at its end.
+        """
+        while self.steps < self.optimizer.version // self.versions_per_step and not _has_ended(self.scheduler):
             self.scheduler.step()
             self.steps += 1
 
@@ -84,3 +87,12 @@ class VersionClock:
         self.steps = state_dict["steps"]
         for group, rate in zip(self.scheduler.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = rate  # a scheduler that is made after the optimizer's state was loaded has changed it
+
+
+def _has_ended(scheduler: Any) -> bool:
+    """Tell whether a scheduler has all its steps behind it, and would raise an error at the next."""
+    parts = getattr(scheduler, "_schedulers", ())
+    if parts and hasattr(scheduler, "_milestones"):  # one after the other
+        return _has_ended(parts[bisect_right(scheduler._milestones, scheduler.last_epoch + 1)])
+    total = getattr(scheduler, "total_steps", None)
+    return any(map(_has_ended, parts)) or (total is not None and scheduler.last_epoch >= total)

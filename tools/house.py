@@ -31,6 +31,7 @@ ROOMS = {
         ["compress"],
         ["buckets", "model"],
         ["budget", "executor", "report", "rounds", "settings"],
+        ["whole_numbers"],
         ["errors"],
     ],
     "psservice": [

@@ -17,6 +17,7 @@ from psclient.errors import (
 )
 from psclient.optim.base import ParameterServerOptimizer
 from psclient.rpc.samples import SampleSet, sample_set, union
+from psclient.whole_numbers import whole_number
 from pscore.model.ranges import Ranges
 from pscore.wire.errors import Rejected
 from pscore.wire.messages import share_to_messages
@@ -67,14 +68,10 @@ class ElasticSampler(Sampler[int]):
         name: str = "train",
         shuffle: bool = True,
     ) -> None:
-        size = data if isinstance(data, int) else len(data)
-        for what, value, least, most in (
-            ("data", size, 1, _MOST_SIZE),
-            ("lease_samples", lease_samples, 1, _MOST_LEASE),
-            ("seed", seed, 0, _MOST_SEED - 1),
-        ):
-            if not least <= value <= most:
-                raise ConfigurationError(f"{what} is {value}; it must be {least} to {most}")
+        count = len(data) if isinstance(data, Sized) else data
+        size = whole_number(count, "data must be a dataset or its number of samples", 1, _MOST_SIZE)
+        lease_samples = whole_number(lease_samples, "lease_samples must be a number of samples", 1, _MOST_LEASE)
+        seed = whole_number(seed, "seed must be a number", 0, _MOST_SEED - 1)
         if not isinstance(optimizer, ParameterServerOptimizer):
             raise ConfigurationError(
                 f"ElasticSampler needs a method with a server, as psclient.DGS, not {type(optimizer).__name__}"

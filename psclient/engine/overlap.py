@@ -14,10 +14,13 @@ In rounds (MGS-SGD, LAGS-SGD as published) a step awaits and applies its own rep
 
 import math
 import os
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,7 +31,7 @@ from psclient.compress.groups import ParamGroups
 from psclient.engine.checks import finite
 from psclient.engine.push_pull import PushPull, Replies
 from psclient.engine.streams import current_streams, devices_of, entered
-from psclient.errors import ConfigurationError, ServerUnreachableError
+from psclient.errors import ConfigurationError, PatienceError
 from psclient.executor import Job, Result, SerialExecutor, is_cancelled
 from psclient.model.module import TrainedModel
 from psclient.report import StepReport
@@ -53,6 +56,8 @@ class Overlap:
         self._gather, self._begin = gather, begin
         self._compressing, self._exchanging = SerialExecutor("psclient-compress"), SerialExecutor("psclient-exchange")
         self._paused = False
+        self._counting = threading.Lock()
+        """Owned where gradients are counted: autograd calls hooks in a thread for each device."""
         self._report: StepReport | None = None  # of the push that is open
         self._ack: Job[None] | None = None  # of the last committed push
         self._reply: Job[Replies] | None = None  # to that push
@@ -162,22 +167,38 @@ class Overlap:
         if self._paused:
             return
         current_streams(())  # raises while a CUDA graph is captured
-        if position in self._seen:
-            raise ConfigurationError(
-                "with overlap=True gradients are handed over during backward, and this is a second backward before "
-                "step(); wrap all but the last in `with optimizer.accumulating():`, or skip a batch with "
-                "optimizer.zero_grad()"
-            )
-        if not self._seen:
-            self._count_members()
-        self._seen.add(position)
-        self._clock.note(position)
-        if (device := self._model.parameters[position].device) in self._devices:
-            self._used.add(torch.cuda.current_stream(device))
-        number = self._group_of[position]
-        self._missing[number] -= 1
-        if not self._missing[number] and number not in self._jobs:
+        with self._counting:
+            if position in self._seen:
+                raise ConfigurationError(self._why_again(position))
+            if not self._seen:
+                self._count_members()
+            self._seen.add(position)
+            self._clock.note(position)
+            if (device := self._model.parameters[position].device) in self._devices:
+                self._used.add(torch.cuda.current_stream(device))
+            number = self._group_of[position]
+            self._missing[number] -= 1
+            is_whole = not self._missing[number] and number not in self._jobs
+        if is_whole:
             self._submit(number)
+
+    def _why_again(self, position: int) -> str:
+        """Say why a gradient that was handed over is handed over again."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code.co_name == "backward" and frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+                return (
+                    f"torch.utils.checkpoint with use_reentrant=True runs a backward for each of its segments, and "
+                    f"{self._model.layout.parameters[position].name!r} is used in several: with overlap=True its "
+                    "gradient was handed over after the first. Pass use_reentrant=False to checkpoint(), or leave "
+                    "overlap out"
+                )
+            frame = frame.f_back
+        return (
+            "with overlap=True gradients are handed over during backward, and this is a second backward before "
+            "step(); wrap all but the last in `with optimizer.accumulating():`, or skip a batch with "
+            "optimizer.zero_grad()"
+        )
 
     def _reset(self) -> dict[int, float]:
         """Begin a step; return when the gradients of the last one were ready, by position."""
@@ -207,10 +228,12 @@ class Overlap:
 
     def _submit(self, number: int) -> None:
         """Have a group sent by the compressing thread, after what backward and this thread have on CUDA streams."""
-        streams = self._used | {torch.cuda.current_stream(device) for device in self._devices}
+        with self._counting:  # another thread may add a stream
+            used = set(self._used)
+        streams = used | {torch.cuda.current_stream(device) for device in self._devices}
         events = [stream.record_event() for stream in streams]
         gradients = self._gather(self._push_pull.groups[number])
-        self._versions += [(gradient, gradient._version) for gradient in gradients.values()]
+        self._versions.extend((gradient, gradient._version) for gradient in gradients.values())
         self._jobs[number] = self._compressing.submit(
             lambda: self._launching(lambda: self._send(number, gradients), events)
         )
@@ -264,7 +287,7 @@ class Overlap:
         """
         if self._report is None:
             error = None if self._ack is None else self._ack.exception()
-            if isinstance(error, ServerUnreachableError):
+            if isinstance(error, PatienceError):
                 self._ack = self._reply = None
                 raise error
             self._report = self._begin()

@@ -52,9 +52,14 @@ class PushPull:
         """The positions of each group's tensors, in the order of sending."""
         return self.planner.groups
 
+    @property
+    def next_step(self) -> int:
+        """The number of the push that opens next; a worker that comes back goes on from the last one of its name."""
+        return max(self.step + 1, self._cluster.membership.first_step)
+
     def open(self, samples: int, rates: Rates) -> StepReport:
         """Begin the push of a new step at every shard; the last push must be answered."""
-        self.step = max(self.step + 1, self._cluster.membership.first_step)
+        self.step = self.next_step
         self._trace = Trace(self.groups, time.perf_counter())
         offsets = self._layout.offsets
         self._spans = [Span(offsets[group.start], offsets[group.stop]) for group in self.groups]
@@ -157,7 +162,7 @@ class PushPull:
     def await_ack(self, report: StepReport) -> None:
         """Wait until each part of the push is acknowledged or refused, and restore what was refused.
 
-        After :class:`ServerUnreachableError` some part has no answer: call again. After another error all is restored.
+        After :class:`PatienceError` some part has no answer: call again. After another error all is restored.
         """
         self._awaited_commit_at, self._awaited_span = self._committed_at, self._opened_span
         outcome = self._cluster.await_ack()

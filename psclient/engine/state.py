@@ -40,15 +40,28 @@ class PushMark:
 
     def plain(self) -> dict[str, Any]:
         """Return plain values for a state dict."""
-        return asdict(self)
+        return {"format": STATE_FORMAT, **asdict(self)}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "PushMark":
-        """Read a dict of :meth:`plain`; raises :class:`ConfigurationError` where an earlier version wrote it."""
-        if plain.keys() != set(cls.__dataclass_fields__):
-            raise ConfigurationError(f"another version of psclient has saved this state; {_MODEL_ALONE}")
-        return cls(**plain)
+        """Read a dict of :meth:`plain`; keys that this release does not know are left out.
 
+        Raises:
+            ConfigurationError: the dict is of another format.
+        """
+        found, fields = plain.get("format"), cls.__dataclass_fields__.keys()
+        if isinstance(found, int) and found > STATE_FORMAT:
+            raise ConfigurationError(
+                f"a newer psclient has saved this state, in format {found}, and this one reads format {STATE_FORMAT}: "
+                f"install the release that saved it, or {_MODEL_ALONE}"
+            )
+        if found != STATE_FORMAT or not fields <= plain.keys():
+            raise ConfigurationError(f"an earlier psclient has saved this state, in another format; {_MODEL_ALONE}")
+        return cls(**{name: plain[name] for name in fields})
+
+
+STATE_FORMAT = 1
+"""Of the state that :class:`PushMark` marks; raised when the meaning of a key changes or a key is missed."""
 
 _MODEL_ALONE = "load the model's weights alone, and begin with an empty optimizer state"
 

@@ -361,7 +361,7 @@ class Stepper:
         The shards are told if all is pushed.
         """
         if self._schedule is not None:
-            self._groups.set_density(self._schedule(self._push_pull.step + 1))
+            self._groups.set_density(self._schedule(self._push_pull.next_step))
         self._groups.read()
         for shard in self._cluster.shards:
             shard.pushes_all = self._groups.send_all

@@ -16,6 +16,7 @@ from psclient.compress.groups import check_hyperparameters
 from psclient.errors import ConfigurationError, UnknownArgumentError
 from psclient.model.module import TrainedModel
 from psclient.rounds import Rounds
+from psclient.whole_numbers import whole_number
 
 log = logging.getLogger("psclient")
 
@@ -97,8 +98,8 @@ def check_seconds(seconds: object) -> None:
 
 def check_step(closure: object, samples: object) -> None:
     """Raise :class:`ConfigurationError` where an argument of ``step()`` is of another kind."""
-    if samples is not None and not (isinstance(samples, int) and 0 <= samples < 1 << 48):
-        raise ConfigurationError(f"samples must be a number of samples, not {samples!r}")
+    if samples is not None:
+        whole_number(samples, "samples must be a number of samples", 0, (1 << 48) - 1)
     if closure is not None and not callable(closure):
         raise ConfigurationError(f"step() takes a closure or nothing, not {closure!r}")
 
@@ -186,10 +187,7 @@ def scheduler_description(given: tuple[Any, ...] | str) -> dict[str, Any]:
 def scheduler_interval(given: int | tuple[str, int]) -> str:
     """Return the distance between two steps of a scheduler of the server, as workers agree in."""
     unit, count = given if isinstance(given, tuple | list) and len(given) == 2 else ("versions", given)
-    is_count = isinstance(count, int) and not isinstance(count, bool) and count >= 1
-    if not (isinstance(unit, str) and unit in _UNITS and is_count):
-        raise ConfigurationError(
-            'scheduler_every= must be a number of versions or ("samples", N), at least 1; an epoch is '
-            f'("samples", len(dataset)); it is {given!r}'
-        )
-    return f"{count}{_UNITS[unit]}"
+    what = 'scheduler_every= must be a number of versions or ("samples", N), as ("samples", len(dataset)) for an epoch'
+    if not (isinstance(unit, str) and unit in _UNITS):
+        raise ConfigurationError(f"{what}, not {given!r}")
+    return f"{whole_number(count, what, 1)}{_UNITS[unit]}"

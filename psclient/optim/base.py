@@ -35,7 +35,7 @@ from psclient.engine.state import (
 )
 from psclient.engine.step import GradientSource, Stepper
 from psclient.engine.worker import Worker
-from psclient.errors import ConfigurationError, CopyRefusedError, ServerUnreachableError
+from psclient.errors import ConfigurationError, CopyRefusedError, PatienceError
 from psclient.model.module import TrainedModel, describe
 from psclient.optim.arguments import (
     Density,
@@ -440,7 +440,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
     def _state_dict(self) -> dict[str, Any]:
         try:
             self._stepper.finish_overlap()
-        except ServerUnreachableError as error:
+        except PatienceError as error:
             log.warning("saving the state with a push in doubt: %s", error)
         state = state_as_refused(self.state, self._push_pull, super().state_dict)
         state["psclient"] = PushMark.now(self.name, self._membership, self._push_pull).plain()

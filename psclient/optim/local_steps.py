@@ -10,7 +10,7 @@ from psclient.compress.groups import ParamGroups, check_inner
 from psclient.engine.checks import PushedGradients, finite, gather, require_trainable
 from psclient.engine.step import GradientScale, Stepper
 from psclient.engine.worker import Worker
-from psclient.errors import ConfigurationError, NonFiniteGradientError, ServerUnreachableError, SparsepsError
+from psclient.errors import ConfigurationError, NonFiniteGradientError, PatienceError, SparsepsError
 from psclient.model.module import TrainedModel
 
 log = logging.getLogger("psclient")
@@ -183,7 +183,7 @@ class LocalSteps:
         try:
             self._stepper.step(None, lambda gradients, live_workers: 1.0)
         except SparsepsError as error:
-            if not isinstance(error, ServerUnreachableError):
+            if not isinstance(error, PatienceError):
                 self._deltas.clear()
             if isinstance(error, NonFiniteGradientError):  # the local steps are undone
                 self._retry_guard.clear()

@@ -11,6 +11,7 @@ from psclient.compress.method import Group, Recurrence
 from psclient.errors import ConfigurationError
 from psclient.optim.arguments import Density, Description, as_json, options_of
 from psclient.optim.local_optimizer import LocalOptimizer
+from psclient.whole_numbers import whole_number
 
 log = logging.getLogger("psclient")
 
@@ -74,8 +75,7 @@ class Outer(LocalOptimizer):
         **connection: Any,
     ) -> None:
         optimizer, options = _described(outer_optimizer)
-        if not isinstance(sync_every, int) or sync_every < 1:
-            raise ConfigurationError(f"sync_every must be a number of local steps, at least 1, not {sync_every!r}")
+        sync_every = whole_number(sync_every, "sync_every must be a number of local steps", 1)
         if not isinstance(decay, int | float) or not 0 <= decay <= 1:
             raise ConfigurationError(f"decay must be from 0 to 1, not {decay!r}")
         averages, is_delayed = connection.get("rounds") is not None, optimizer == _DELAYED

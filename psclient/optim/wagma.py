@@ -8,6 +8,7 @@ from psclient.compress.method import Group, Recurrence
 from psclient.errors import ConfigurationError
 from psclient.optim.arguments import Density
 from psclient.optim.local_optimizer import LocalOptimizer
+from psclient.whole_numbers import whole_number
 
 
 class WAGMA(LocalOptimizer):
@@ -61,12 +62,12 @@ class WAGMA(LocalOptimizer):
         density: Density | None = None,
         **connection: Any,
     ) -> None:
-        if not isinstance(group_size, int) or group_size < 0 or group_size == 1:
-            raise ConfigurationError(f"group_size must be 0 (chosen by the number of workers) or above 1: {group_size}")
+        group_size = whole_number(group_size, "group_size must be 0 (chosen by the number of workers) or above 1")
+        if group_size == 1:
+            raise ConfigurationError("group_size must be 0 (chosen by the number of workers) or above 1, not 1")
         if connection.get("rounds") is not None:
             raise ConfigurationError("WAGMA averages models in groups; rounds= is for methods that share one model")
-        if not isinstance(tau, int) or tau < 0:
-            raise ConfigurationError(f"tau must be at least 0, not {tau}")
+        tau = whole_number(tau, "tau must be a number of iterations")
         if late not in ("replace", "paper"):
             raise ConfigurationError(f"late must be 'replace' or 'paper', not {late!r}")
         agreed = {"update": "average", "group_size": str(group_size), "tau": str(tau), "late": late}

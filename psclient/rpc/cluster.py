@@ -54,6 +54,9 @@ class Cluster:
         self.progress = SampleTracker()
         self._outcome: PushOutcome | None = None
         self._said_nan: set[str] = set()  # names of buffers
+        self._pushed_samples = [0] * len(self.shards)  # of the last push, as its header says
+        self._owed_samples = [0] * len(self.shards)
+        """Samples of pushes that a shard did not apply: their gradients are in the residuals, and go with the next."""
         # One thread a shard, where there are several; daemons, so that they still work when the interpreter ends.
         self._threads = (
             [SerialExecutor(f"psclient-{shard.index}") for shard in self.shards] if len(self.shards) > 1 else []
@@ -68,7 +71,10 @@ class Cluster:
     # Pushing
 
     def open_push(self, step: int, samples: int, rates: Rates, groups: Sequence[Span]) -> list[dict[int, int]]:
-        """Begin a push at every shard; return, for each shard, which place each group has in its plan."""
+        """Begin a push at every shard; return, for each shard, which place each group has in its plan.
+
+        A push without ``samples``, a flush, is told from others by that; it leaves what earlier pushes owe to the next.
+        """
         places = []
         finished = self.progress.open_push(samples)
         for shard in self.shards:
@@ -77,23 +83,33 @@ class Cluster:
             header = pb.PushHeader(
                 identity=self.membership.identity,
                 step=step,
-                samples=samples,
+                samples=samples + self._owed_samples[shard.index] if samples else 0,
                 learning_rate=rates.carried,
                 group_rates=rates.of_groups,
                 finished=finished if shard is self.membership.coordinator else [],
             )
             shard.open_push(header, list(parts.values()), self.membership.settings.deadline_seconds)
+            self._pushed_samples[shard.index] = header.samples
+            if samples:
+                self._owed_samples[shard.index] = 0
             places.append({number: place for place, number in enumerate(parts)})
         return places
 
     def abandon_push(self) -> list[PushPart]:
         """Break off a push that has no commit yet, and return its parts."""
+        for shard in self.shards:
+            self._owe(shard)
         return [part for shard in self.shards for part in shard.abandon_push()]
+
+    def _owe(self, shard: ShardClient) -> None:
+        """Let the next push to this shard count the samples of the last one, which the shard has not applied."""
+        self._owed_samples[shard.index] += self._pushed_samples[shard.index]
+        self._pushed_samples[shard.index] = 0
 
     def await_ack(self) -> PushOutcome:
         """Wait until every part of the last push is acknowledged or refused.
 
-        After a :class:`ServerUnreachableError` some part is still unacked: call again to go on.
+        After a :class:`PatienceError` some part is still unacked: call again to go on.
         """
         outcome = self._outcome = self._outcome or PushOutcome()  # kept where this is interrupted
         for joins in self._joining_again("pushes"):
@@ -102,6 +118,7 @@ class Cluster:
                     shard.unacked.trace.end(ErrorCode.STALE_GENERATION.name)
                     outcome.refused.append(shard.unacked)
                     shard.unacked = None
+                    self._owe(shard)
             waiting = [shard for shard in self.shards if shard.unacked is not None]
             answers = self._each(waiting, lambda shard: shard.await_ack(self.membership.policy()))
             rejoin = [self._take_answer(*each, outcome) for each in zip(waiting, answers, strict=True)]
@@ -124,6 +141,7 @@ class Cluster:
         assert shard.unacked is not None
         outcome.refused.append(shard.unacked)
         shard.unacked = None
+        self._owe(shard)
         if answer.reason in REJOIN_REASONS:
             if answer.reason is ErrorCode.VERSION_IN_FUTURE:
                 shard.forget_base()

@@ -15,6 +15,7 @@ from typing import IO
 
 from psclient.errors import ConfigurationError, ServerUnreachableError
 from psclient.settings import sibling_workers
+from psclient.whole_numbers import whole_number
 
 log = logging.getLogger("psclient")
 
@@ -44,8 +45,7 @@ class LocalServer:
     """
 
     def __init__(self, shards: int = 1, log_to: IO[str] | None = None, **settings: object) -> None:
-        if not isinstance(shards, int) or shards < 1:
-            raise ConfigurationError(f"shards must be a number of servers, at least 1, not {shards!r}")
+        shards = whole_number(shards, "shards must be a number of servers", 1)
         self._log_to = log_to
         self._owner = os.getpid()
         self._settings: dict[str, object] = {"log_format": "text", "log_level": "warning", "listen": "127.0.0.1:0"}

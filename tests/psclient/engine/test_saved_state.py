@@ -18,6 +18,15 @@ def test_a_mark_survives_a_state_dict():
     assert all(isinstance(value, str | int) for value in MARK.plain().values())
 
 
+def test_a_key_that_this_release_does_not_know_is_no_reason_to_refuse_a_state():
+    assert PushMark.from_plain(MARK.plain() | {"colour": "red"}) == MARK
+
+
+def test_a_state_of_a_newer_format_is_refused_with_its_number():
+    with pytest.raises(ConfigurationError, match=r"newer psclient .* format 2, and this one reads format 1"):
+        PushMark.from_plain(MARK.plain() | {"format": 2})
+
+
 def test_a_mark_of_an_earlier_version_is_refused():
     with pytest.raises(ConfigurationError, match="weights alone"):
         PushMark.from_plain({"worker": "anna", "incarnation": "1", "acknowledged_step": 1, "step": 1})

@@ -53,6 +53,12 @@ def test_an_error_is_also_the_built_in_one_that_a_caller_would_catch(kind, built
     assert issubclass(kind, errors.SparsepsError)
 
 
+def test_who_is_held_back_has_a_server_that_answers():
+    assert not issubclass(errors.HeldBackError, errors.ServerUnreachableError | ConnectionError)
+    assert issubclass(errors.HeldBackError, errors.PatienceError)
+    assert issubclass(errors.ServerUnreachableError, errors.PatienceError)
+
+
 def test_every_error_is_a_built_in_one():
     of_psclient = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)}
     own = {kind for kind in of_psclient if kind.__module__ == errors.__name__}

@@ -70,6 +70,37 @@ def test_a_version_that_fell_back_takes_no_step_back():
     assert scheduler.steps == 30
 
 
+@pytest.mark.parametrize("wrap", ["none", "sequential", "chained"])
+def test_a_schedule_with_an_end_stays_there_however_many_updates_there_are(wrap):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
+    scheduler = lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10)
+    if wrap == "sequential":
+        warm_up = lr_scheduler.ConstantLR(optimizer, 0.5, total_iters=3)
+        scheduler = lr_scheduler.SequentialLR(optimizer, [warm_up, scheduler], milestones=[3])
+    elif wrap == "chained":
+        scheduler = lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(optimizer, 0.5), scheduler])
+    clock = VersionClock(scheduler, SimpleNamespace(version=0))
+    rates = []
+    for version in range(0, 40, 3):
+        clock.optimizer.version = version
+        optimizer.step()
+        clock.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert len({*rates[:4]}) == 4
+    assert len({*rates[-8:]}) == 1
+    assert rates[-1] < 0.1
+
+
+def test_an_inner_schedule_that_has_ended_holds_up_no_later_one():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
+    parts = [lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=4), lr_scheduler.ExponentialLR(optimizer, 0.5)]
+    scheduler = lr_scheduler.SequentialLR(optimizer, parts, milestones=[5])
+    clock = VersionClock(scheduler, SimpleNamespace(version=9))
+    optimizer.step()
+    clock.step()
+    assert clock.steps == 9
+
+
 def test_the_clock_needs_versions():
     with pytest.raises(ValueError, match="versions_per_step"):
         VersionClock(CountingScheduler(), SimpleNamespace(version=0), versions_per_step=0)

@@ -6,8 +6,10 @@ theirs.
 
 import logging
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import psclient
 from psclient.errors import ConfigurationError, from_refusal
@@ -33,6 +35,7 @@ def make(method=psclient.DGS, **options):
         ({"model": [torch.ones(2)]}, "model= must be a torch.nn.Module"),
         ({"model": "resnet18"}, "model= must be a torch.nn.Module"),
         ({"server": 50051}, "server= must be"),
+        ({"method": psclient.ServerOptimizer, "optimizer": "SGD", "scheduler_every": True}, "scheduler_every= must be"),
         ({"server": ["127.0.0.1", 50051]}, "server= must be"),
         ({"server": ("127.0.0.1:1", None)}, "server= must be"),
         ({"settings": {"server": NOWHERE}}, r"settings= must be psclient.ClientSettings\(...\)"),
@@ -77,6 +80,13 @@ def test_an_argument_of_another_kind_is_named_with_what_is_wanted(options, wante
         lambda: psclient.download(50051),
         lambda: LocalServer(shards=0),
         lambda: LocalServer(shards="2"),
+        lambda: LocalServer(shards=True),
+        lambda: psclient.Rounds(quorum=True),
+        lambda: psclient.Rounds(start_workers=np.bool_(True)),
+        lambda: psclient.Rounds(seconds=True),
+        lambda: psclient.dgc_warmup(True),
+        lambda: psclient.Outer(torch.optim.SGD(make_model().parameters(), lr=0.1), sync_every=True),
+        lambda: psclient.WAGMA(torch.optim.SGD(make_model().parameters(), lr=0.1), tau=True),
         lambda: psclient.Outer(torch.optim.SGD(make_model().parameters(), lr=0.1), sync_every=2, decay="x"),
         lambda: psclient.Outer(torch.optim.SGD(make_model().parameters(), lr=0.1), sync_every=2, decay=None),
     ],
@@ -84,6 +94,35 @@ def test_an_argument_of_another_kind_is_named_with_what_is_wanted(options, wante
 def test_other_calls_too(call):
     with pytest.raises(ConfigurationError):
         call()
+
+
+def test_numbers_of_numpy_and_torch_are_numbers():
+    model = make_model(batch_norm=False)
+    two = np.int64(2)
+    assert psclient.Rounds(quorum=two, seconds=np.float32(0.5), start_workers=two).agreed() == (
+        psclient.Rounds(quorum=2, seconds=0.5, start_workers=2).agreed()
+    )
+    with (
+        LocalServer(shards=np.int64(1)) as server,
+        psclient.ServerOptimizer(
+            model.parameters(),
+            "AdamW",
+            {"lr": torch.tensor(0.5), "weight_decay": np.float32(0.25)},
+            scheduler=("StepLR", {"step_size": two}),
+            scheduler_every=("samples", np.int32(10)),
+            model=model,
+            server=server.server,
+            settings=QUICK,
+        ) as optimizer,
+    ):
+        sampler = psclient.ElasticSampler(np.int64(256), optimizer, seed=two, lease_samples=two)
+        assert len({*zip(range(4), sampler, strict=False)}) == 4
+        for samples in (True, np.bool_(True), 1.0, -1):
+            with pytest.raises(ConfigurationError, match="samples must be a number of samples, from 0"):
+                optimizer.step(samples=samples)
+        nn.functional.cross_entropy(model(make_data()[0]), make_data()[1]).backward()
+        optimizer.step(samples=np.int64(3))
+        assert optimizer.totals.samples == 3
 
 
 @pytest.mark.parametrize("method", [psclient.DGS, psclient.MomentumSGD])

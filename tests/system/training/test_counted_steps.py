@@ -1,0 +1,96 @@
+"""Steps and samples are counted once, whatever becomes of a push or of the worker."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import psclient
+from psclient.errors import ConfigurationError, UpdateOverflowError, UpdateTooLargeError
+from tests.system.operating.asking import status
+from tests.system.tools import QUICK
+
+
+def backward(parameter, factor):
+    parameter.grad = None
+    (parameter * factor).sum().backward()
+
+
+def test_a_worker_that_comes_back_goes_on_in_its_density_schedule():
+    asked = []
+
+    def density(step):
+        asked.append(step)
+        return 0.5 if step < 3 else 0.05
+
+    with psclient.LocalServer() as server:
+        for steps in (4, 2):
+            parameter = nn.Parameter(torch.ones(100))
+            with psclient.DGS(
+                [parameter], lr=0.1, density=density, server=server, worker="w", settings=QUICK
+            ) as optimizer:
+                for _ in range(steps):
+                    backward(parameter, torch.randn(100))
+                    optimizer.step()
+        assert asked == [1, 1, 2, 3, 4, 1, 5, 6], "the first of each life is what the param groups begin with"
+        assert optimizer.param_groups[0]["density"] == 0.05
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_samples_of_an_abandoned_push_are_counted_with_the_next(overlap):
+    parameter = nn.Parameter(torch.zeros(100))
+    model = nn.Module()
+    model.register_parameter("p", parameter)
+    with (
+        psclient.LocalServer() as server,
+        psclient.GradientDropping(
+            [parameter], lr=1e8, model=model, server=server, overlap=overlap, settings=QUICK
+        ) as optimizer,
+    ):
+        told = {} if overlap else {"samples": 10}  # with overlap a step without a call of the model is one sample
+        backward(parameter, torch.cat([torch.full((1,), 1e35), torch.ones(99)]))
+        with pytest.raises(UpdateOverflowError):
+            optimizer.step(**told)
+        optimizer.param_groups[0]["lr"] = 0.1
+        optimizer.flush()
+        assert status(server.addresses[0]).samples == 0, "a flush is no step"
+        for _ in range(2):
+            backward(parameter, torch.ones(100))
+            optimizer.step(**told)
+        optimizer.pull()
+        assert status(server.addresses[0]).samples == optimizer.totals.samples == (3 if overlap else 30)
+
+
+def test_samples_of_a_refused_push_are_counted_with_the_next():
+    parameter = nn.Parameter(torch.zeros(100))
+    with (
+        psclient.LocalServer(shards=2, max_update_norm=1.0) as server,
+        psclient.ASGD([parameter], lr=1.0, server=server, settings=QUICK) as optimizer,
+    ):
+        for norm in (100.0, 50.0):
+            backward(parameter, torch.full((100,), norm))
+            with pytest.raises(UpdateTooLargeError):
+                optimizer.step(samples=10)
+        optimizer.state.clear()
+        for _ in range(2):
+            backward(parameter, torch.full((100,), 0.01))
+            optimizer.step(samples=5)
+        assert [status(address).samples for address in server.addresses] == [30, 30]
+
+
+def test_a_checkpoint_that_runs_a_backward_of_its_own_is_named():
+    layer = nn.Linear(4, 4)
+    with (
+        psclient.LocalServer() as server,
+        psclient.DGS(layer.parameters(), lr=0.1, model=layer, server=server, overlap=True, settings=QUICK) as optimizer,
+    ):
+        x = torch.randn(2, 4, requires_grad=True)
+        y = checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True)
+        with pytest.raises(ConfigurationError, match=r"'(weight|bias)' is used in several: .*use_reentrant=False"):
+            y.sum().backward()
+        optimizer.zero_grad()
+        for _ in range(2):
+            y = checkpoint(layer, checkpoint(layer, x, use_reentrant=False), use_reentrant=False)
+            y.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
