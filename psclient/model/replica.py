@@ -22,7 +22,7 @@ from psclient.model.scatter import scatter
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.select.kernels import COMPILED_FROM, device_kernels
-from pscore.select.kernels.cuda import TARGET, DeviceKernels
+from pscore.select.kernels.cuda import SCATTERED_BYTES, TARGET, DeviceKernels
 from pscore.select.kernels.segments import KINDS
 from pscore.wire.dense import bytes_of
 
@@ -153,7 +153,7 @@ class Replica:
         """Yield the values inside a span, tensor by tensor, dense, fp32 on the host."""
         for position, common in self.layout.overlapping(span):
             flat = self.parameters[position].detach().reshape(-1)
-            yield SparseSlice(common, None, flat[self._within(position, common)].float().cpu())
+            yield SparseSlice(common, None, flat[self._within(position, common)].cpu().float())
 
     def write(self, segments: Sequence[SparseSlice]) -> None:
         """Write an exact reply's values over the parameters'."""
@@ -187,7 +187,8 @@ class Replica:
     ) -> Iterator[tuple[int, torch.Tensor, slice | torch.Tensor, torch.Tensor]]:
         """Write what the compiled loops can; yield the rest: the parts of a segment, tensor by tensor.
 
-        Each is (position of a tensor, its elements to write to, places in it, values). The writes count as known;
+        Each is (position of a tensor, its elements to write to, places in it, values); a large part comes in several.
+        The writes count as known;
         :meth:`loaded` still reports those of others before. Parameters that are parts of one tensor count their writes
         together.
         """
@@ -201,8 +202,14 @@ class Replica:
                     continue
                 within, data = self._within(position, part.span), self.parameters[position].detach()
                 flat = data.reshape(-1)
-                where = within if part.offsets is None else (part.offsets + within.start).to(data.device)
-                yield position, flat, where, part.values
+                most = SCATTERED_BYTES // (4 if part.offsets is None else 12)
+                for low in range(0, part.entries, most):  # what is on its way to a device at once is bounded
+                    values, start = part.values[low : low + most], within.start + low
+                    if part.offsets is None:
+                        yield position, flat, slice(start, start + values.numel()), values
+                    else:
+                        where = (part.offsets[low : low + most] + within.start).to(data.device)
+                        yield position, flat, where, values
                 if not data.is_contiguous():  # then the flat elements may be a copy
                     data.copy_(flat.view(data.shape))
         now = edits_of(self.parameters)

@@ -1,4 +1,4 @@
-"""Entries of the flat layout, written to the tensors of a device: one copy there and one launch for all of them."""
+"""Entries of the flat layout, written to the tensors of a device: all tensors together, in parts of bounded size."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -48,7 +48,7 @@ def scatter(
             chosen = (targets["address"][within.start : within.stop] != 0) & (found > 0)
             row = targets[within.start : within.stop][chosen]
             row["shift"] = base - start[chosen]
-            mine = np.repeat(chosen, found)
+            mine = slice(None) if chosen.all() else np.repeat(chosen, found)
             if is_dense:  # entries are numbered through all segments
                 first = np.cumsum(found[chosen]) - found[chosen]
                 row["shift"] += cuts[:-1][chosen] - first - done
@@ -61,6 +61,11 @@ def scatter(
             touched.append(within.start + np.flatnonzero(chosen))
             done += values[-1].size
         if done:
-            where = None if is_dense else np.concatenate(offsets)
-            kernels.scatter(np.concatenate(rows), np.concatenate(counts), where, np.concatenate(values), adds=adds)
+            where = None if is_dense else _end_to_end(offsets)
+            kernels.scatter(np.concatenate(rows), np.concatenate(counts), where, _end_to_end(values), adds=adds)
     return np.concatenate(touched) if touched else np.zeros(0, np.int64)
+
+
+def _end_to_end(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Join arrays; the only one is not copied."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -3,6 +3,7 @@
 A selection is three launches in a side stream, between one copy to the device and one back (docs/kernels.md).
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -38,6 +39,9 @@ TARGET = np.dtype([("address", "i8"), ("master", "i8"), ("shift", "i8"), ("kind"
 added to the entries' offsets, and its dtype as in :data:`~pscore.select.kernels.segments.KINDS`."""
 
 KINDS_BY_NAME = {str(dtype).removeprefix("torch."): kind for dtype, kind in KINDS.items()}
+
+SCATTERED_BYTES = 64 << 20
+"""Of entries that are copied to a device at once."""
 
 _ENTRIES = 1024  # of a piece that is scattered
 _TILE = 1024
@@ -262,7 +266,10 @@ class DeviceKernels:
     def scatter(
         self, targets: NDArray[Any], counts: Integers, offsets: Integers | None, values: Reals, *, adds: bool
     ) -> None:
-        """Write entries to tensors, or add them, in the current stream; the host does not wait.
+        """Write entries to tensors, or add them, in the current stream.
+
+        Their bytes are copied to the device in parts of at most :data:`SCATTERED_BYTES`, of which no more than two are
+        on their way: only for these the host waits, and no more memory is taken here or there, however many entries.
 
         Args:
             targets: of :data:`TARGET`.
@@ -271,10 +278,27 @@ class DeviceKernels:
             values: fp32.
             adds: add in fp32 to the ``master``, which the tensor follows.
         """
+        ends = np.cumsum(counts)
+        most = max(1, SCATTERED_BYTES // (4 if offsets is None else 12))
+        under_way: deque[torch.cuda.Event] = deque()
+        for low in range(0, int(counts.sum()), most):
+            if len(under_way) == 2:
+                under_way.popleft().synchronize()
+            high = low + most
+            rows = np.flatnonzero((ends > low) & (ends - counts < high))
+            inside = np.minimum(ends[rows], high) - np.maximum(ends[rows] - counts[rows], low)
+            part = targets[rows]
+            if offsets is None:
+                part["shift"] += low  # entries are numbered from the part's first
+            self._scatter(part, inside, None if offsets is None else offsets[low:high], values[low:high], adds)
+            if self._device.type == "cuda":
+                under_way.append(torch.cuda.current_stream(self._device).record_event())
+
+    def _scatter(
+        self, targets: NDArray[Any], counts: Integers, offsets: Integers | None, values: Reals, adds: bool
+    ) -> None:
         pieces = -(-counts // _ENTRIES)
         rows = np.repeat(np.arange(counts.size), pieces)
-        if not rows.size:
-            return
         first = (np.arange(rows.size) - (np.cumsum(pieces) - pieces)[rows]) * _ENTRIES
         starts = np.cumsum(counts) - counts
         table = np.stack([rows, starts[rows] + first, np.minimum(_ENTRIES, counts[rows] - first)], 1)

@@ -6,9 +6,11 @@ from torch import nn
 
 pytest.importorskip("triton")
 
+from psclient.model import replica as replica_module
 from psclient.model.replica import Replica
 from pscore.model.layout import Span, layout_of
 from pscore.model.sparse_slice import SparseSlice
+from pscore.select.kernels import cuda
 from pscore.select.kernels.cuda import DeviceKernels
 from tests.pscore.kernel_makers import DEVICE, randn
 
@@ -42,6 +44,31 @@ REPLIES = {
     "mixed": lambda size: [dense(0, 900), sparse(Span(900, size), 3)],
     "nothing": lambda size: [SparseSlice(Span(0, size), torch.empty(0, dtype=torch.int64), torch.empty(0))],
 }
+
+
+@pytest.mark.parametrize("with_kernels", [True, False])
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("reply", REPLIES)
+def test_a_large_reply_goes_to_the_device_in_parts_with_the_same_bits(reply, adds, with_kernels, monkeypatch):
+    """Of at most so many bytes: nobody needs memory for a whole reply there, as for a whole model at a join."""
+    monkeypatch.setattr(cuda, "SCATTERED_BYTES", 1200)
+    monkeypatch.setattr(replica_module, "SCATTERED_BYTES", 1200)
+    copies, to_device = [], cuda.to_device
+    monkeypatch.setattr(cuda, "to_device", lambda arrays, device: copies.append(arrays) or to_device(arrays, device))
+    one = made(DeviceKernels(DEVICE) if with_kernels else None, DEVICE, transposed=True)
+    segments = REPLIES[reply](one.layout.size)
+    other = made(None, torch.device("cpu"), transposed=True)
+    monkeypatch.setattr(replica_module, "COMPILED_FROM", 1 << 60)
+    for each in (one, other):
+        if adds:
+            each.open_fp32(Span(0, each.layout.size))
+        monkeypatch.setattr(replica_module, "SCATTERED_BYTES", 1200 if each is one else 1 << 30)
+        (each.add if adds else each.write)(segments)
+    for ours, theirs in zip(one.parameters, other.parameters, strict=True):
+        assert torch.equal(ours.cpu(), theirs)
+    assert all(sum(each.nbytes for each in entries) <= 1200 for _targets, _table, *entries in copies)
+    if with_kernels and reply == "dense":
+        assert len(copies) == -(-4 * (one.layout.size - 21) // 1200), "the transposed tensor goes by itself"
 
 
 @pytest.mark.parametrize("transposed", [False, True])
