@@ -39,6 +39,9 @@ log = logging.getLogger("psclient")
 CLOSING_SECONDS = 5.0
 """An end must not wait for a server that is gone."""
 
+_SAMPLED_STEPS = 16
+"""Between two looks for parameters that were written to without a trace; each reads some hundred KB twice."""
+
 Schedule = Callable[[int], float]
 """The density of a worker's step, counted from 1."""
 
@@ -79,6 +82,7 @@ class Stepper:
         self.overlap: Overlap | None = None  # where gradients leave during backward
         self._pushed = PushedGradients()
         self._warned_no_gradient = False
+        self._drifted: set[str] = set()  # tensors that others have written to, of which the log has spoken
         self._first_digest: bytes | None = None  # of the model at the beginning, until it has been compared with it
         self._end_reported = False
 
@@ -178,6 +182,8 @@ class Stepper:
         name = replica.loaded()
         if self._cluster.buffers_travel:
             self._cluster.buffers.now()  # raises where a buffer is of another kind
+        if name is None:
+            self._warn_of_drift(replica.drifted())
         if name is None and self._first_digest is None:
             return False
         digest = replica.digest()
@@ -194,6 +200,20 @@ class Stepper:
             replica.accept()
         self._first_digest = None
         return changed
+
+    def _warn_of_drift(self, tensor: str | None) -> None:
+        if tensor is None or tensor in self._drifted:
+            return
+        self._drifted.add(tensor)
+        log.warning(
+            "%r has other values than the last reply left, and nothing has counted the writing: the script writes "
+            "through .data, say. The server does not know these values, and this worker computes its gradients for "
+            "another model than the server's from now on. Leave the parameters alone between two steps. A change "
+            "that all workers are to have is written under torch.no_grad() with on_load='replace' (docs/training.md, A "
+            "model that is loaded later). A random block of the parameters is looked at every %d steps",
+            tensor,
+            _SAMPLED_STEPS,
+        )
 
     def _offer_model(self, tensor: str, digest: bytes, *, drops: bool) -> None:
         """Offer the parameters, of which ``tensor`` was written to, to the servers; a pull brings what is missing."""
@@ -408,6 +428,8 @@ class Stepper:
                 report.buffer_bytes = self._cluster.exchange_buffers(report.step, self._samples_since_exchange)
             self._samples_since_exchange = 0
         self._add(report)
+        if report.step % _SAMPLED_STEPS == 1:
+            self._cluster.replica.sample()
         if not self._synchronous:
             self._groups.warn_of_momentum(self._membership.live_workers)
 

@@ -6,6 +6,7 @@ a reply has the changes since the last one, and nothing about the rest.
 """
 
 import hashlib
+import random
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
@@ -61,12 +62,15 @@ class Replica:
             self._locate(position, known)
         self._edits = edits_of(self.parameters)
         """How often each parameter had been written to when the last write that is known here was done."""
+        self._chance = random.Random(0)  # of its own: a program's random numbers stay its own
+        self._sample: tuple[int, int, int] | None = None
+        """Of a block that was read last: its tensor's position, where it starts in it, and its checksum."""
 
     def loaded(self) -> str | None:
         """Return the name of a parameter that others have written to; costs next to nothing.
 
-        The values may still be the same. Writing through ``parameter.data`` leaves no trace. A parameter of another
-        dtype, shape or device raises :class:`ModelChangedError`, here and in :meth:`accept`.
+        The values may still be the same. Writing through ``parameter.data`` leaves no trace, but for :meth:`drifted`. A
+        parameter of another dtype, shape or device raises :class:`ModelChangedError`, here and in :meth:`accept`.
         """
         for position in self._moved():
             if not torch.equal(self.parameters[position], self._known[position]):
@@ -99,8 +103,37 @@ class Replica:
                 return spec.name
         return None
 
+    def sample(self) -> None:
+        """Remember the bits of one random block of the trained parameters, for :meth:`drifted`."""
+        trained = [n for n, parameter in enumerate(self.parameters) if parameter.requires_grad and parameter.numel()]
+        sizes = [self.parameters[position].numel() for position in trained]
+        if not trained:
+            return
+        [position] = self._chance.choices(trained, sizes)
+        start = self._chance.randrange(0, self.parameters[position].numel(), _BLOCK)
+        self._sample = position, start, self._checksum(position, start)
+
+    def drifted(self) -> str | None:
+        """Return the name of the tensor whose block was sampled, if others have written to the block since.
+
+        What this class writes, and :meth:`accept`, drop the sample.
+        """
+        sample, self._sample = self._sample, None
+        if sample is None:
+            return None
+        position, start, checksum = sample
+        return None if self._checksum(position, start) == checksum else self.layout.parameters[position].name
+
+    def _checksum(self, position: int, start: int) -> int:
+        parameter = self.parameters[position].detach()
+        if not parameter.is_contiguous() and parameter.shape[0] > 1:  # some rows of it, without a copy of the whole
+            row = parameter.numel() // parameter.shape[0]
+            parameter, start = parameter[start // row : start // row + -(-_BLOCK // row)], 0
+        return int(crc32(bytes_of(parameter.reshape(-1)[start : start + _BLOCK])))
+
     def accept(self) -> None:
         """Make the parameters' values and memory of now the known ones."""
+        self._sample = None
         for position in self._moved():
             self._adopt(position)
         self._edits = edits_of(self.parameters)
@@ -192,6 +225,7 @@ class Replica:
         :meth:`loaded` still reports those of others before. Parameters that are parts of one tensor count their writes
         together.
         """
+        self._sample = None
         before = edits_of(self.parameters)
         scattered = self._scatter(segments, adds)
         for segment in segments:

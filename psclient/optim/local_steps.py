@@ -148,7 +148,8 @@ class LocalSteps:
             self._begin_here()
 
     def _begin_here(self) -> None:
-        """Count local steps from these parameters."""
+        """Count local steps from these parameters; what is written to them from now on travels with the difference."""
+        self._worker.cluster.replica.accept()
         for position, start in self._start.items():
             start.copy_(self._model.parameters[position])
         self.local_steps = 0
