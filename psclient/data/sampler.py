@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sized
 
 from torch.utils.data import Sampler
 
+from psclient.data.given_batches import GivenBatches
 from psclient.data.permutation import shuffled
 from psclient.errors import (
     REJOIN_REASONS,
@@ -133,12 +134,15 @@ class ElasticSampler(Sampler[int]):
         this_pass = self._pass = self._pass + 1
         waiting = self._optimizer._stepper.samples_waiting
         self._undrawn.extendleft(reversed(self._tracker.undraw(self._dataset, waiting)))
+        batches = GivenBatches(self, waiting)
+        self._tracker.begin_pass(batches)
         goal = self._goal
         if goal is None:  # begin with the run's epoch, or the one after it where nothing of it is left
             epoch = self._lease(None).epoch
             goal = epoch if self._undrawn else epoch + 1
         while self._replenish(goal):
             for sample in self._draw():
+                batches.draw()
                 yield sample
                 if self._pass != this_pass:  # another loop has taken over
                     return

@@ -389,6 +389,8 @@ class Stepper:
 
     def _counted(self, samples: int | None) -> int:
         counted = self._samples.take(warn=samples is None) if self._samples is not None else 1
+        if samples is None:
+            self._cluster.progress.check(counted)
         return counted if samples is None else samples
 
     def _open(self, samples: int, rates: Rates) -> StepReport:

@@ -178,7 +178,13 @@ class ParameterServerOptimizer(Optimizer, ABC):
             self._worker.join()
             self._joined = True
             first_batches = FirstBatches(self._membership.leases)
-            counter = SampleCounter(model, first_batches.see) if model is not None else None
+            progress = self._cluster.progress
+
+            def see(batch: torch.Tensor) -> None:
+                first_batches.see(batch)
+                progress.look()
+
+            counter = SampleCounter(model, see) if model is not None else None
             self._worker.run(lambda: self._stepper.start(counter, overlap=overlap))
         except BaseException:
             self.close()

@@ -7,6 +7,7 @@ not trained. Its push reports them to shard 0 as finished, with those of earlier
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 from pscore.model.ranges import Ranges
 from pscore.wire.messages import share_to_messages
@@ -18,6 +19,19 @@ SampleSet = dict[int, Ranges]
 """Places of a dataset's order, by epoch; a ``pb.SampleRange`` is neighbouring places of one epoch."""
 
 
+class _Batches(Protocol):
+    """The batches that a loader has given out; see :class:`psclient.data.given_batches.GivenBatches`."""
+
+    @property
+    def are_known(self) -> bool: ...
+
+    def look(self) -> None: ...
+
+    def take(self, samples: int) -> None: ...
+
+    def check(self, samples: int) -> None: ...
+
+
 class SampleTracker:
     """The samples that one worker leases, over all its datasets; drawn in one thread and pushed in another."""
 
@@ -26,6 +40,26 @@ class SampleTracker:
         self._drawn: deque[tuple[str, pb.SampleRange]] = deque()
         self._trained: dict[tuple[str, int], Ranges] = {}  # by dataset and epoch
         self._pushed: dict[tuple[str, int], Ranges] = {}
+        self._given: _Batches | None = None  # in the last pass that has begun
+
+    def begin_pass(self, given: _Batches) -> None:
+        """Compare the samples of steps with the batches of a loader from now on."""
+        self._given = given
+
+    def look(self) -> None:
+        """Note which batches a loader has given out by now: after its last one there may be no loader to ask."""
+        if self._given is not None:
+            self._given.look()
+
+    def check(self, samples: int) -> None:
+        """Raise :class:`ConfigurationError` if a step of so many samples cannot be one of the loader's batches."""
+        given = self._given
+        if given is None or not given.are_known:
+            return
+        with self._lock:
+            has_drawn = bool(self._drawn)
+        if has_drawn:  # else the step is of other data
+            given.check(samples)
 
     @property
     def is_settled(self) -> bool:
@@ -66,6 +100,8 @@ class SampleTracker:
 
     def open_push(self, samples: int) -> list[pb.FinishedSamples]:
         """Note that so many more samples are trained, and return those that the push finishes: one message's worth."""
+        if self._given is not None:
+            self._given.take(samples)
         with self._lock:
             trained: dict[tuple[str, int], list[tuple[int, int]]] = {}
             while samples > 0 and self._drawn:

@@ -1,8 +1,5 @@
 """Steps and samples are counted once, whatever becomes of a push or of the worker."""
 
-import multiprocessing
-import os
-
 import pytest
 import torch
 from torch import nn
@@ -19,35 +16,24 @@ def backward(parameter, factor):
     (parameter * factor).sum().backward()
 
 
-def density_of(step):
-    """A schedule that begins dense."""
-    return 0.5 if step < 3 else 0.05
-
-
-def trained(server, steps, density=density_of):
-    parameter = nn.Parameter(torch.ones(100))
-    optimizer = psclient.DGS([parameter], lr=0.1, density=density, server=server, worker="w", settings=QUICK)
-    for _ in range(steps):
-        backward(parameter, torch.randn(100))
-        optimizer.step()
-    return optimizer
-
-
-def trained_and_killed(server, steps):
-    trained(server, steps)
-    os._exit(0)  # as kill -9: the server keeps the number of its last push
-
-
-def test_a_worker_that_comes_back_goes_on_in_its_density_schedule():
-    asked = []
-    with psclient.LocalServer(lease_seconds=1) as server:
-        first = multiprocessing.get_context("spawn").Process(target=trained_and_killed, args=(server.server, 4))
-        first.start()
-        first.join()
-        assert first.exitcode == 0
-        with trained(server.server, 2, density=lambda step: asked.append(step) or density_of(step)) as optimizer:
-            assert asked == [1, 5, 6], "the first is what the param groups begin with"
-            assert optimizer.param_groups[0]["density"] == 0.05
+def test_a_late_worker_begins_in_its_density_schedule_where_its_pushes_do():
+    """Where models are averaged in groups, the first push of a worker that joins late has a later number than 1."""
+    with psclient.LocalServer() as server:
+        for steps in (4, 2):
+            parameter, asked = nn.Parameter(torch.ones(100)), []
+            with psclient.WAGMA(
+                torch.optim.SGD([parameter], lr=0.1),
+                density=lambda step, asked=asked: asked.append(step) or (0.5 if step < 3 else 0.05),
+                server=server,
+                settings=QUICK,
+            ) as optimizer:
+                pushed = []
+                for _ in range(steps):
+                    backward(parameter, torch.randn(100))
+                    optimizer.step()
+                    pushed.append(optimizer.report.step)
+            assert asked == [1, *pushed], "the first is what the param groups begin with"
+        assert pushed[0] > 4
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -64,10 +64,10 @@ def test_a_write_to_one_tensor_names_it(server, caplog):
 
 def frozen(model, server):
     """A teacher that follows the student, frozen and on the server."""
-    model.teacher = copy.deepcopy(model[0]).requires_grad_(False)
+    both = nn.ModuleDict({"student": model, "teacher": copy.deepcopy(model).requires_grad_(False)})
     settings = QUICK.model_copy(update={"upload_frozen": True})
-    optimizer = psclient.DGS(model.parameters(), lr=0.05, model=model, server=server, settings=settings)
-    pairs = [*zip(model.teacher.parameters(), model[0].parameters(), strict=True)]
+    optimizer = psclient.DGS(both.parameters(), lr=0.05, model=both, server=server, settings=settings)
+    pairs = [*zip(both["teacher"].parameters(), model.parameters(), strict=True)]
     return optimizer, lambda: [teacher.data.lerp_(student.data, 0.1) for teacher, student in pairs]
 
 
