@@ -217,6 +217,20 @@ class Compressor:
             sent.append(rows.held(Row(position, self._model.layout.span(position), recurrence, 1.0), self.memories))
         return sent
 
+    def fill_memories(self) -> None:
+        """Have every memory that the method keeps between steps, zeros if it has none yet.
+
+        A state has the same tensors at all times then, as ``torch.distributed.checkpoint`` needs it.
+        """
+        for position, number in enumerate(self._groups.numbers_of(self._model.parameters).tolist()):
+            if number < 0 or not self._model.parameters[position].numel():
+                continue
+            recurrence = self._method.recurrence({**self._groups.all[number], "lr": 1.0})
+            if not recurrence.whole:
+                self.memories.of("residual", position)
+            if recurrence.factor:
+                self.memories.of("momentum", position)
+
     def take_off_unsent(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Take off the parameters what their residuals would send; yields each one, and its values, before it is."""
         self._groups.read()

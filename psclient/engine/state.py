@@ -66,6 +66,51 @@ STATE_FORMAT = 1
 _MODEL_ALONE = "load the model's weights alone, and begin with an empty optimizer state"
 
 
+_MARK = "psclient"
+"""The key of the mark in the first param group: what saves a state may keep nothing but state and groups."""
+
+
+def _mark_in(state_dict: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    groups = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
+    found: Mapping[str, Any] | None = groups[0].get(_MARK) if isinstance(groups, list) and groups else None
+    return state_dict.get(_MARK) if found is None and groups else found  # earlier formats had it beside the groups
+
+
+def method_of(state_dict: Mapping[str, Any]) -> str | None:
+    """Return the name of this library's method that has saved a state; ``None`` if none has."""
+    mark = _mark_in(state_dict)
+    return None if mark is None else str(mark.get("method"))
+
+
+def without_mark(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the param groups of a state as the optimizer had them."""
+    return [{name: value for name, value in group.items() if name != _MARK} for group in groups]
+
+
+def _names_of_memories(state_dict: Mapping[str, Any]) -> list[str]:
+    names = set()
+    for memories in state_dict["state"].values():
+        for prefix, found in (("", memories), ("inner ", memories.get("inner", {}))):
+            names |= {prefix + name for name, value in found.items() if isinstance(value, torch.Tensor)}
+    return sorted(names)
+
+
+def mark_state(state_dict: dict[str, Any], mark: PushMark) -> None:
+    """Put a mark, and what memories there are, into a state dict, in its first param group."""
+    state_dict["param_groups"][0][_MARK] = mark.plain() | {"memories": _names_of_memories(state_dict)}
+
+
+def warn_of_missing_memories(state_dict: Mapping[str, Any]) -> None:
+    """Say which memories a state was saved with and has no longer."""
+    saved = (_mark_in(state_dict) or {}).get("memories", [])
+    if missing := sorted({*saved} - {*_names_of_memories(state_dict)}):
+        log.warning(
+            "this state was saved with %s, and comes without: what that held is lost. What has saved and loaded it "
+            "(torch.distributed.checkpoint, say) reads only what the optimizer had when it was to be loaded",
+            " and ".join(missing),
+        )
+
+
 def split(state_dict: Mapping[str, Any], method: str | None) -> tuple[PushMark | None, dict[str, Any]]:
     """Return the mark of a state dict (``None`` where another library saved the state), and torch's part of it.
 
@@ -74,10 +119,12 @@ def split(state_dict: Mapping[str, Any], method: str | None) -> tuple[PushMark |
     """
     if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("param_groups"), list):
         raise ConfigurationError("this is no state of an optimizer: load what optimizer.state_dict() has returned")
-    plain = {name: value for name, value in state_dict.items() if name != "psclient"}
-    for group in plain["param_groups"]:
+    groups = without_mark(state_dict["param_groups"])
+    for group in groups:
         check_hyperparameters(group)
-    mark = PushMark.from_plain(state_dict["psclient"]) if "psclient" in state_dict else None
+    plain = {name: value for name, value in state_dict.items() if name != _MARK} | {"param_groups": groups}
+    found = _mark_in(state_dict)
+    mark = None if found is None else PushMark.from_plain(found)
     if mark is not None and mark.method != (method or mark.method):
         raise ConfigurationError(
             f"method {mark.method!r} has saved this state, and its memories mean something else to {method!r}: go on "

@@ -29,9 +29,11 @@ from psclient.engine.state import (
     check_memories,
     from_sgd,
     is_out_of_date,
+    mark_state,
     restore_memories,
     split,
     state_as_refused,
+    warn_of_missing_memories,
 )
 from psclient.engine.step import GradientSource, Stepper
 from psclient.engine.worker import Worker
@@ -177,6 +179,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         try:
             self._worker.join()
             self._joined = True
+            self._open_states()
             first_batches = FirstBatches(self._membership.leases)
             progress = self._cluster.progress
 
@@ -315,6 +318,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
             self._model.refuse_shared()
             self.gradients_are_its_own = True
         check_step(closure, samples)
+        if self._makes_state_only():
+            return None
         if closure is not None and not self.unfinished:
             with torch.enable_grad():
                 self._loss = closure()
@@ -448,9 +453,23 @@ class ParameterServerOptimizer(Optimizer, ABC):
             self._stepper.finish_overlap()
         except PatienceError as error:
             log.warning("saving the state with a push in doubt: %s", error)
+        self._worker.compressor.fill_memories()
         state = state_as_refused(self.state, self._push_pull, super().state_dict)
-        state["psclient"] = PushMark.now(self.name, self._membership, self._push_pull).plain()
+        mark_state(state, PushMark.now(self.name, self._membership, self._push_pull))
         return state
+
+    def _makes_state_only(self) -> bool:
+        """Make a state, and return True, if that is all that a step is for.
+
+        ``torch.distributed.checkpoint`` steps an optimizer without a state at a rate of 0 with gradients of zero.
+        """
+        return False
+
+    def _open_states(self) -> None:
+        """Have a state of each parameter: ``torch.distributed.checkpoint`` steps an optimizer that has none."""
+        for parameter in self._model.parameters:
+            if parameter in self._groups:
+                self.state.setdefault(parameter, {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take residuals and hyper-parameters over.
@@ -475,11 +494,14 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._groups.assign(self.param_groups)
         self._worker.compressor.memories.states = self.state  # torch has put a new dict in the place of the old one
         restore_memories(self, plain)
+        self._open_states()
         if mark is None:
             return
+        warn_of_missing_memories(state_dict)
         now = PushMark.now(self.name, self._membership, self._push_pull)
         if is_out_of_date(mark, now, self._membership.last_push_record, server_remembers=self.server_remembers):
             self.state.clear()
+            self._open_states()
         self._push_pull.step = max(self._push_pull.step, mark.step)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:

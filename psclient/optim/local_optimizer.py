@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from psclient.compress.groups import ParamGroups, Rates
+from psclient.engine.state import method_of, without_mark
 from psclient.engine.step import GradientSource
 from psclient.errors import ConfigurationError
 from psclient.model.module import TrainedModel
@@ -77,23 +78,44 @@ class LocalOptimizer(ParameterServerOptimizer):
         return partial(_among, self._deltas), partial(Rates, 1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of pushes as any method's, and the inner optimizer's under ``inner``.
+        """Return the state of pushes as any method's, and with each parameter's the inner optimizer's, as ``inner``.
 
         Local steps since the last push are not in it: a worker that resumes begins at the server's model.
         """
-        return super().state_dict() | {"inner": self.inner_optimizer.state_dict()}
+        state = super().state_dict()
+        for key, inner in self.inner_optimizer.state_dict()["state"].items():
+            state["state"][key] = {**state["state"].get(key, {}), "inner": inner}
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load both optimizers' states."""
-        outer = {name: value for name, value in state_dict.items() if name != "inner"}
-        if "inner" not in state_dict:
+        if method_of(state_dict) != self.name:
             raise ConfigurationError(
-                "this state is another optimizer's: it has no inner; a state of the inner optimizer is for "
+                "this state is another optimizer's; a state of the inner optimizer is for "
                 "optimizer.inner_optimizer.load_state_dict()"
             )
-        super().load_state_dict(outer)
+        outer, inner = {}, {}
+        for key, memories in state_dict["state"].items():
+            outer[key] = {name: value for name, value in memories.items() if name != "inner"}
+            if "inner" in memories:
+                inner[key] = memories["inner"]
+        super().load_state_dict({**state_dict, "state": outer})
         self._groups.assign(self._outer_groups)
-        self.inner_optimizer.load_state_dict(state_dict["inner"])  # and with it the groups
+        groups = without_mark(state_dict["param_groups"])
+        self.inner_optimizer.load_state_dict({"state": inner, "param_groups": groups})  # and with it the groups
+
+    def _open_states(self) -> None:
+        """Leave the state empty: then ``torch.distributed.checkpoint`` asks for the inner one too, by a step."""
+
+    def _makes_state_only(self) -> bool:
+        rates = [group.get("lr", 0.0) for group in self.param_groups]
+        gradients = [parameter.grad for group in self.param_groups for parameter in group["params"]]
+        if self.state or any(map(float, rates)) or any(gradient is None or gradient.any() for gradient in gradients):
+            return False
+        if not self.inner_optimizer.state:
+            self.inner_optimizer.step()
+            self._worker.always(self._worker.cluster.replica.accept)
+        return True
 
 
 def _among(deltas: Deltas, positions: range) -> dict[int, torch.Tensor]:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch.optim import SGD
 
-from psclient.engine.state import split
+from psclient.engine.state import method_of, split
 from psclient.optim.arguments import Params, check_params, split_model
 
 
@@ -29,6 +29,6 @@ class MomentumSGD(SGD):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a state of ``torch.optim.SGD`` over; raises :class:`ConfigurationError` for one of another method."""
-        if "psclient" in state_dict:
+        if method_of(state_dict) is not None:
             split(state_dict, "momentum_sgd")
         super().load_state_dict(state_dict)

@@ -205,10 +205,10 @@ def test_both_states_are_saved():
         with outer(again, density=0.1, server=server, worker="one") as optimizer:
             optimizer.load_state_dict(saved)
             for number, parameter in enumerate(again.parameters()):
-                moments = saved["inner"]["state"][number]["exp_avg"]
+                moments = saved["state"][number]["inner"]["exp_avg"]
                 assert torch.equal(optimizer.inner_optimizer.state[parameter]["exp_avg"], moments)
-            with pytest.raises(ConfigurationError, match="inner"):
-                optimizer.load_state_dict({name: value for name, value in saved.items() if name != "inner"})
+            with pytest.raises(ConfigurationError, match=r"inner_optimizer\.load_state_dict"):
+                optimizer.load_state_dict(optimizer.inner_optimizer.state_dict())
 
 
 def test_a_schedule_drives_the_inner_rate():

@@ -209,7 +209,7 @@ def test_a_state_dict_and_a_flush_wait_for_what_is_under_way(server):
     with overlapping(model, server) as optimizer:
         for _ in range(3):
             train_step(model, optimizer, *make_data())
-        mark = optimizer.state_dict()["psclient"]
+        mark = optimizer.state_dict()["param_groups"][0]["psclient"]
         assert mark["acknowledged_step"] == mark["step"] == 3
         assert optimizer.version == 3
         train_step(model, optimizer, *make_data())
