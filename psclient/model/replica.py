@@ -235,6 +235,11 @@ class Replica:
                 if part is None:
                     continue
                 within, data = self._within(position, part.span), self.parameters[position].detach()
+                is_odd = not data.is_contiguous() and not (adds and position in self._fp32)
+                if is_odd and part.offsets is not None and (memory := _as_memory(data)) is not None:  # channels_last
+                    places = _places_in_memory(part.offsets + within.start, data)
+                    yield position, memory, places.to(data.device), part.values
+                    continue
                 flat = data.reshape(-1)
                 most = SCATTERED_BYTES // (4 if part.offsets is None else 12)
                 for low in range(0, part.entries, most):  # what is on its way to a device at once is bounded
@@ -313,6 +318,22 @@ def _places_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[torch.d
         is_contiguous,
         [tensors[n].stride() for n in strided],
     )
+
+
+def _as_memory(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a tensor's elements in the order of its memory, as a view; ``None`` if gaps or overlaps are among them."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return None
+        expected *= size
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _places_in_memory(offsets: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return where elements of a tensor, numbered as its shape has them, lie in its memory; int64, on the host."""
+    indices = np.unravel_index(offsets.cpu().numpy(), tuple(tensor.shape))
+    return torch.from_numpy(sum(index * stride for index, stride in zip(indices, tensor.stride(), strict=True)))
 
 
 def _kind(tensor: torch.Tensor) -> str:
