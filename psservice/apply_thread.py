@@ -21,7 +21,7 @@ BUSY_RETRY_SECONDS = 0.2
 
 
 class ApplyThread:
-    """Runs jobs one at a time in the order of submission, behind a bounded queue; the thread starts at once.
+    """Runs jobs one at a time in the order of submission; the thread starts at once.
 
     ``waited`` is called with the seconds that each job has waited. ``on_failure`` is called once, when a change has
     failed half-way, and must not wait: then no job is run any more, and the process is to stop and recover.
@@ -34,12 +34,11 @@ class ApplyThread:
 
     def __init__(
         self,
-        queue_limit: int,
         waited: Callable[[float], None] = lambda seconds: None,
         on_failure: Callable[[], None] = lambda: None,
         environment: Environment = MACHINE,
     ) -> None:
-        self._jobs: queue.Queue[tuple[Callable[[], Any], Future[Any], float] | None] = queue.Queue(queue_limit)
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any], float] | None] = queue.SimpleQueue()
         self._waited, self._on_failure = waited, on_failure
         self.failed = self.held = self._closed = False
         self._closing = threading.Lock()
@@ -57,10 +56,9 @@ class ApplyThread:
 
         What is little work is done faster without a way to another thread and back.
         """
-        if self._thread is None or self._jobs.queue or not self._turn.acquire(False):
+        if self._thread is None or not self._jobs.empty() or not self._turn.acquire(False):
             return False
         self._owner = threading.get_ident()
-        self._waited(0.0)
         return True
 
     def stand_down(self) -> None:
@@ -69,7 +67,7 @@ class ApplyThread:
         self._turn.release()
 
     def run(self, job: Callable[[], Result]) -> Result:
-        """Run ``job`` on the apply thread; return its result or raise its error (``BUSY``: the queue is full)."""
+        """Run ``job`` on the apply thread; return its result or raise its error."""
         if self._thread is None or self._owner == threading.get_ident():
             if self.failed or self.held or self._closed:
                 self._require_open()
@@ -77,12 +75,7 @@ class ApplyThread:
         future: Future[Result] = Future()
         with self._closing:
             self._require_open()
-            try:
-                self._jobs.put_nowait((tracing.carried(job, "queue"), future, time.perf_counter()))
-            except queue.Full:
-                raise Rejected(
-                    ErrorCode.BUSY, "too many updates are waiting to be applied", retry_seconds=BUSY_RETRY_SECONDS
-                ) from None
+            self._jobs.put((tracing.carried(job, "queue"), future, time.perf_counter()))
         return future.result()
 
     def _require_open(self) -> None:

@@ -126,7 +126,7 @@ class ServerSettings(LayeredSettings):
         DEFAULT_CHUNK_BYTES, "largest payload of a chunk", ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES
     )
     ledger_multiple: float = setting(1.0, "entries of the change log, as a multiple of the shard's elements", gt=0)
-    apply_queue_limit: int = setting(256, "pushes that may wait to be applied; more are refused with BUSY", ge=1)
+    apply_queue_limit: int = setting(256, "pushes and pulls at work or waiting; pushes beyond are refused, BUSY", ge=1)
     image_bytes: int = setting(4 << 30, "memory of replicas' images (top-k replies); replies are exact beyond", ge=0)
     stream_bytes: int = setting(0, "memory of one push or upload; 0: enough for any valid one of the shard", ge=0)
     worker_bytes: int = setting(0, "memory of all calls of a worker, BUSY beyond; 0: twice that of a stream", ge=0)

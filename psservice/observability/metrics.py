@@ -121,8 +121,8 @@ class Metrics:
             "psservice_max_staleness", "Staleness above which pushes are refused; 0 for no limit"
         )
 
-        self.queued = gauge("psservice_queued", "Jobs in the apply thread's queue")
-        self.queue_limit = gauge("psservice_queue_limit", "Longest queue of the apply thread")
+        self.queued = gauge("psservice_queued", "Pushes and pulls at work, or waiting for a thread")
+        self.queue_limit = gauge("psservice_queue_limit", "Pushes and pulls at work, beyond which pushes are refused")
         self.queue_seconds = histogram(
             "psservice_queue_seconds", "Time of a job in the apply thread's queue", _SECONDS_BUCKETS
         )

@@ -217,15 +217,15 @@ class Durability:
 
     def take_asked(self, checkpoint: str) -> Snapshot:
         """Take a snapshot that somebody asked for; raises :class:`Rejected` (``BAD_REQUEST``, ``NOT_DURABLE``)."""
-        same = [each.manifest for each in self.snapshots() if checkpoint and each.manifest.checkpoint == checkpoint]
-        if same and same[0].is_named:
-            raise Rejected(
-                ErrorCode.BAD_REQUEST,
-                f"checkpoint {checkpoint!r} is there already, of version {same[0].version}: choose another name, or "
-                f"delete that one with `psservice checkpoints --delete {checkpoint}`",
-            )
-        with or_not_durable():
-            return self.take(checkpoint or None)
+        with self._snapshotting, or_not_durable():
+            for manifest in (each.manifest for each in self.snapshots()):
+                if checkpoint and manifest.checkpoint == checkpoint and manifest.is_named:
+                    raise Rejected(
+                        ErrorCode.BAD_REQUEST,
+                        f"checkpoint {checkpoint!r} is there already, of version {manifest.version}: choose another "
+                        f"name, or delete that one with `psservice checkpoints --delete {checkpoint}`",
+                    )
+            return self._take(checkpoint or None)
 
     def snapshots(self) -> list[Snapshot]:
         """Return the snapshots that can be read, oldest first; ``BAD_REQUEST`` where none are kept."""
@@ -317,9 +317,12 @@ class Durability:
 
         Raises :class:`StorageError`, or :class:`Rejected` where there is no directory or no model.
         """
-        shard = self._shard
         with self._snapshotting:
-            return self._write(shard.apply_thread.run(lambda: self._copy(shard.content(), checkpoint)))
+            return self._take(checkpoint)
+
+    def _take(self, checkpoint: str | None) -> Snapshot:
+        shard = self._shard
+        return self._write(shard.apply_thread.run(lambda: self._copy(shard.content(), checkpoint)))
 
     def install(self, make: Callable[[], Content], publish: Callable[[Content], None]) -> Content:
         """Take the first snapshot of a new content, and publish that; the apply thread refuses jobs meanwhile.

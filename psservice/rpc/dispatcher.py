@@ -24,6 +24,7 @@ from pscore.telemetry import tracing
 from pscore.telemetry.span import NO_SPAN, TRACEPARENT
 from pscore.wire.errors import ErrorCode, Rejected, to_status
 from pscore.wire.messages import SHARD_HEADER
+from psservice.apply_thread import BUSY_RETRY_SECONDS
 from psservice.rpc.auth import Authenticator
 from psservice.rpc.calls import (
     RULES,
@@ -90,11 +91,13 @@ class Dispatcher:
         self._sweeping: asyncio.Task[None] | None = None
         self._joins = asyncio.Semaphore(_MOST_JOINS)
         self._penalty = Penalty()
+        self._held_back = 0  # calls that have ended, of callers that make many mistakes
         self._request_budget = MemoryBudget(_REQUEST_BYTES)
         self._stopping = False
         self._ahead = 0  # calls whose messages are received ahead
         self._by_threads = dict.fromkeys(handlers, 0)  # pieces of work that threads have done or do
         self._metrics.running_calls.set_function(lambda: sum(pool.at_work for pool in self._pools.values()))
+        self._metrics.queued.set_function(lambda: self._pools[Lane.WORK].at_work)
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             rpc: grpc.stream_stream_rpc_method_handler(partial(self._serve, rpc, handler))
             for rpc, handler in handlers.items()
@@ -162,12 +165,16 @@ class Dispatcher:
             except Rejected as refusal:
                 end = partial(context.abort_with_status, to_status(refusal))
         except Exception:
+            log.exception("internal error", extra={"rpc": rpc})
             if context.done() or context.cancelled():
                 return  # the client has gone; nobody waits for an answer
-            log.exception("internal error", extra={"rpc": rpc})
             end = partial(context.abort, grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
-        if wait:  # nothing of the call is in memory meanwhile
-            await asyncio.sleep(wait)
+        if wait and self._held_back < _MOST_CALLS:  # little of the call is in memory meanwhile
+            self._held_back += 1
+            try:
+                await asyncio.sleep(wait)
+            finally:
+                self._held_back -= 1
         await end()
 
     @contextmanager
@@ -317,16 +324,19 @@ class Dispatcher:
         try:
             if not early.is_over():
                 await self._wait(opened, pushed.wait(), "push")
-        except BaseException:
-            self._waiting.pop(early.identity, None)
-            pushed.set()  # another pull of this worker begins to wait anew
-            raise
+        finally:
+            if self._waiting.get(early.identity) is pushed:  # no push has taken it; a later pull's own one stays
+                del self._waiting[early.identity]
+                pushed.set()  # another pull of this worker begins to wait anew
 
     async def _read_stream(self, opened: OpenCall, handler: Handler, raw: bytes | None) -> Answers:
         """Send the messages of a request into a reader, each as it arrives; ``raw`` is the first.
 
         While a thread works on a message of an upload, the next one is received, for a few uploads at a time.
         """
+        if opened.rule.stays_open and opened.pool.at_work >= self._settings.apply_queue_limit:
+            why = "too many requests are at work or wait for a thread (--apply-queue-limit)"
+            raise Rejected(ErrorCode.BUSY, why, retry_seconds=BUSY_RETRY_SECONDS)
         call, reads_ahead = opened.call, opened.rule.reads_ahead and self._ahead < _MOST_AHEAD
         self._ahead += reads_ahead
         reading = cast(_InParts, handler)(call)

@@ -1,6 +1,7 @@
 """A call on the event loop: its waits for its client, and the threads that work on it."""
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
@@ -8,7 +9,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from psservice.rpc.calls import Call, Lane, Rule
+from pscore.wire.errors import Rejected
+from psservice.rpc.calls import Call, Lane, NotYetError, Rule
+
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -84,7 +88,8 @@ class OpenCall:
             except asyncio.CancelledError:
                 ended = asyncio.wrap_future(future)
                 await asyncio.wait([ended])
-                fetch_error(ended)
+                if not ended.cancelled() and isinstance(error := ended.exception(), Exception):
+                    _log_unheard(self.call.rpc, error)
                 raise
         finally:
             self.pool.at_work -= 1
@@ -107,6 +112,12 @@ def fetch_error(ended: "asyncio.Future[Any]") -> None:
     """Fetch the error of what nobody may wait for any more, or asyncio logs that nobody did."""
     if not ended.cancelled():
         ended.exception()
+
+
+def _log_unheard(rpc: str, error: Exception) -> None:
+    """Log the error of work that nobody waits for any more, unless it is an answer."""
+    if not isinstance(error, Rejected | NotYetError):
+        log.error("internal error", extra={"rpc": rpc}, exc_info=error)
 
 
 def _copy(ended: "Future[Result]", done: "asyncio.Future[Result]") -> None:

@@ -126,7 +126,6 @@ def bind_metrics(shard: Shard) -> None:
         (metrics.snapshot_interval_seconds, shard.durability.snapshot_interval_seconds),
     ):
         gauge.set(value)
-    metrics.queued.set_function(lambda: shard.apply_thread.queued)
     metrics.image_bytes.set_function(lambda: shard.topk.images.bytes)
     metrics.live_workers.set_function(lambda: len(shard.leases))
     metrics.clock_spread.set_function(shard.leases.clock_spread)

@@ -93,9 +93,7 @@ class Shard:
         )
         self.uploads = Uploads(self.leases, settings.stream_idle_seconds)
         self.final_model = FinalModel(settings.final_model, settings.shard_index, settings.num_shards, environment)
-        self.apply_thread = ApplyThread(
-            settings.apply_queue_limit, metrics.queue_seconds.observe, on_failure, environment
-        )
+        self.apply_thread = ApplyThread(metrics.queue_seconds.observe, on_failure, environment)
         self.layout: ModelLayout | None = None
         self.synchronizer: Synchronizer | None = None
         self.buffers: BufferAverage | None = None

@@ -46,7 +46,7 @@ def shard_of(layout, values, *, num_shards=1, index=0, ledger_multiple=100.0, ve
 @contextmanager
 def writing():
     """A writer thread that ends with the block."""
-    writer = ApplyThread(64)
+    writer = ApplyThread()
     try:
         yield writer
     finally:

@@ -44,7 +44,7 @@ class TopKWorker(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.writer = ApplyThread(64)
+        self.writer = ApplyThread()
         self.owed = None  # the bytes that a repeated question must get again
 
     @initialize(
@@ -155,7 +155,7 @@ TestTopKWorker.settings = settings(deadline=None, max_examples=120, stateful_ste
 
 @pytest.fixture
 def link():
-    writer = ApplyThread(64)
+    writer = ApplyThread()
     layout = layout_of((60, F32), (40, BF16))
     model = shard_of(layout, torch.randn(layout.size))
     yield Link(model, writer, new_replica(layout), topk(0.1), Rule(topk=True))
@@ -319,7 +319,7 @@ def test_closing_the_image_restores_signed_zeros_too(link):
 
 def test_auto_leaves_dense_replies_where_a_fleet_outruns_the_ledger():
     """And not because of a base that was never there, or of dense pushes: then the way down may be dense."""
-    layout, writer = layout_of((1000, F32)), ApplyThread(8)
+    layout, writer = layout_of((1000, F32)), ApplyThread()
     try:
         model = shard_of(layout, torch.zeros(1000))  # a ledger of as many entries
         link = Link(model, writer, new_replica(layout), topk(0.2, 0), ReplyRule("auto", 0.1))
@@ -344,7 +344,7 @@ def test_auto_leaves_dense_replies_where_a_fleet_outruns_the_ledger():
 
 def test_auto_stays_exact_for_a_worker_that_a_restart_has_left_behind():
     """The log began with the snapshot: that everything is sent says nothing of how much changes."""
-    layout, writer = layout_of((1000, F32)), ApplyThread(8)
+    layout, writer = layout_of((1000, F32)), ApplyThread()
     try:
         model = shard_of(layout, torch.zeros(1000), version=7)
         link = Link(model, writer, new_replica(layout), topk(0.2, 0), ReplyRule("auto", 0.1))

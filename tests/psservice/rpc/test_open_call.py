@@ -2,10 +2,12 @@
 
 import asyncio
 import math
+import threading
 import time
 
 import pytest
 
+from pscore.wire.errors import ErrorCode, Rejected
 from psservice.rpc.auth import ANONYMOUS_ADMIN
 from psservice.rpc.calls import RULES, Call, Lane
 from psservice.rpc.open_call import OpenCall, Pool, StalledError
@@ -85,3 +87,25 @@ def test_who_cancels_the_call_cancels_it_even_where_it_is_cut_too():
             await opened.wait(loop.create_future(), math.inf, "")
 
     in_a_call(body)
+
+
+@pytest.mark.parametrize(("error", "lines"), [(ZeroDivisionError(), 1), (Rejected(ErrorCode.BUSY, "full"), 0)])
+def test_an_error_of_work_whose_client_has_gone_is_logged_unless_it_is_an_answer(error, lines, caplog):
+    started, go_on = threading.Event(), threading.Event()
+
+    def work():
+        started.set()
+        assert go_on.wait(30)
+        raise error
+
+    async def body(opened, loop):
+        working = asyncio.ensure_future(opened.in_thread(work))
+        await loop.run_in_executor(None, started.wait)
+        working.cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await working
+
+    in_a_call(body)
+    assert [record.getMessage() for record in caplog.records] == ["internal error"] * lines

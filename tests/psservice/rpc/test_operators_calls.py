@@ -1,7 +1,9 @@
 """Draining and evicting without a network: what is refused, what goes on, and that nothing is lost or counted twice."""
 
+import contextlib
 import math
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from psservice.shard.buffers_and_samples import lease_samples, open_exchange
 from psservice.shard.join import evict
 from psservice.shard.model_install import open_upload
 from psservice.shard.push import check_push
+from psservice.storage.files import Files
 from psservice.types import Identity
 from tests.hostile.service import Ended, called
 from tests.psservice.service_makers import F32, layout_of
@@ -211,3 +214,25 @@ def test_an_eviction_is_remembered_by_the_journal(tmp_path):
     with open_shards(data_dir=tmp_path) as (shard,):
         assert len(shard.leases) == 0
         assert last_push(join(shard, LAYOUT, ANNA)) == ("1", 1), "who was kept out is forgotten, what it pushed is not"
+
+
+def test_two_snapshots_of_one_name_at_the_same_time_are_one(tmp_path, monkeypatch):
+    writing, go_on = threading.Event(), threading.Event()
+    with serving(LAYOUT, ONES, data_dir=tmp_path) as shard:
+        save = Files.save_tensors
+
+        def slow(files, path, tensors):
+            writing.set()
+            assert go_on.wait(30)
+            save(files, path, tensors)
+
+        monkeypatch.setattr(Files, "save_tensors", slow)
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(shard.durability.take_asked, "same")
+            assert writing.wait(30)
+            second = pool.submit(reason_of, shard.durability.take_asked, "same")
+            with contextlib.suppress(TimeoutError):
+                second.result(0.5)  # it waits for the first, whose name is not there yet
+            go_on.set()
+            assert first.result(30).manifest.checkpoint == "same"
+            assert second.result(30) is ErrorCode.BAD_REQUEST

@@ -1,4 +1,4 @@
-"""The apply thread: one thread, in order, behind a bounded queue."""
+"""The apply thread: one thread, in order."""
 
 import threading
 
@@ -15,7 +15,7 @@ def in_thread(job):
 
 
 def test_jobs_run_one_at_a_time_on_one_thread_which_is_not_the_caller():
-    apply_thread, seen = ApplyThread(64), []
+    apply_thread, seen = ApplyThread(), []
     callers = [in_thread(lambda: apply_thread.run(lambda: seen.append(threading.get_ident()))) for _ in range(8)]
     for caller in callers:
         caller.join()
@@ -26,7 +26,7 @@ def test_jobs_run_one_at_a_time_on_one_thread_which_is_not_the_caller():
 
 
 def test_a_job_returns_its_result_or_raises_its_error():
-    apply_thread = ApplyThread(4)
+    apply_thread = ApplyThread()
     assert apply_thread.run(lambda: 42) == 42
     with pytest.raises(ZeroDivisionError):
         apply_thread.run(lambda: 1 / 0)
@@ -47,23 +47,8 @@ def blocked(apply_thread):
     return release
 
 
-def test_a_full_queue_is_busy_and_says_when_to_come_back():
-    apply_thread = ApplyThread(1)
-    release = blocked(apply_thread)
-    waiting = in_thread(lambda: apply_thread.run(lambda: None))
-    while apply_thread.queued < 1:
-        pass
-    with pytest.raises(Rejected) as refused:
-        apply_thread.run(lambda: None)
-    assert refused.value.reason is ErrorCode.BUSY
-    assert refused.value.retry_seconds > 0
-    release.set()
-    waiting.join()
-    apply_thread.close()
-
-
 def test_closing_finishes_what_is_queued():
-    apply_thread, done = ApplyThread(8), []
+    apply_thread, done = ApplyThread(), []
     release = blocked(apply_thread)
     waiting = [in_thread(lambda i=i: apply_thread.run(lambda: done.append(i))) for i in range(4)]
     while apply_thread.queued < 4:
@@ -77,7 +62,7 @@ def test_closing_finishes_what_is_queued():
 
 
 def test_a_job_after_the_end_is_refused_and_leaves_nobody_waiting():
-    apply_thread, refusals = ApplyThread(4), []
+    apply_thread, refusals = ApplyThread(), []
     apply_thread.close()
 
     def late():
