@@ -8,6 +8,7 @@ Names are loaded when they are first used, so that importing this package is fas
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from pscore.telemetry import named_log
 from pscore.version import __version__
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ _NAMES = {
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = ("errors", "schedules")
+
+named_log.install("psclient", "pscore")
 
 __all__ = [*_HOMES, *_MODULES, "__version__"]
 
