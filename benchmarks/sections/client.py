@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ import torch
 import psclient
 from benchmarks.harness.section import Plan, Section, Table
 from benchmarks.harness.timing import Rounds, Stat, ratio
-from benchmarks.workload.layouts import noise_push
+from benchmarks.workload.layouts import noise_push, small_llama
 from benchmarks.workload.synthetic import Noise, SyntheticModel
 from psclient.optim.base import ParameterServerOptimizer
 from pscore.select import DEFAULT_DENSE_BELOW
@@ -38,15 +39,22 @@ def run(plan: Plan) -> Section:
     threads = (every, 1) if every > 1 else (1,)
     sparse = _steps(plan, "dgs", plan.slow_rounds, threads)
     dense = _steps(plan, "asgd", 1 if plan.quick else 3, (every,))
+    tuned = plan if plan.quick else replace(plan, layout=small_llama(), layout_name="Llama")
+    budget = _steps(tuned, "budget", plan.slow_rounds, (1,))[1]
     for count in threads:
         section.tables.append(_table(plan, sparse[count], count))
+    size = f"{tuned.layout_name} of {tuned.layout.size / 1e6:.1f} M parameters"
+    title = f"{size}, ServerRMSprop at 3 % of the bytes (10 % selected), one worker, 1 torch thread"
+    section.tables.append(Table(title, _HEADS, _rows(budget, (_COPY, _WHOLE, *_PHASES))))
     whole = Table("A dense step (ASGD) for comparison", _HEADS, _rows(dense[every], (_COPY, _WHOLE)))
     section.tables.append(whole)
-    wire = {"sparse": _median_wire(sparse[every]), "dense": _median_wire(dense[every])}
+    measured = {"sparse": sparse[every], "dense": dense[every], "budget": budget}
+    wire = {name: _median_wire(rounds) for name, rounds in measured.items()}
     noise = {count: Stat.of(sparse[count][_COPY]).spread for count in threads}
     section.figures = {
         **{f"sparse, {count} threads": _figures(sparse[count]) for count in threads},
         f"dense, {every} threads": _figures(dense[every]),
+        "budget, 1 thread": _figures(budget),
         "wire": wire,
         "noise": {str(count): spread for count, spread in noise.items()},
     }
@@ -138,6 +146,8 @@ def _optimizer(
 ) -> ParameterServerOptimizer:
     if method == "asgd":
         return psclient.ASGD(model.parameters(), lr=0.01, model=model, server=server, worker="bench")
+    if method == "budget":
+        return psclient.ServerRMSprop(model, budget=0.03, server=server, worker="bench")
     return psclient.DGS(model.parameters(), lr=0.01, density=plan.density, model=model, server=server, worker="bench")
 
 

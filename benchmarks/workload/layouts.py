@@ -1,4 +1,4 @@
-"""Layouts and data to measure with: real ResNet tensor shapes, and pushes as a selection of noise would make them."""
+"""Layouts and data to measure with: tensor shapes of real models, and pushes as a selection of noise would make."""
 
 from collections.abc import Iterator
 
@@ -27,6 +27,20 @@ def resnet18() -> ModelLayout:
 def resnet_small() -> ModelLayout:
     """The 62 tensors of ResNet-18 at an eighth of its width, for ten classes: 175,802 elements."""
     return _resnet((2, 2, 2, 2), expansion=1, widths=(8, 16, 32, 64), classes=10)
+
+
+def small_llama() -> ModelLayout:
+    """A Llama of 7 layers, 512 wide, with 8,192 tied embeddings, as transformers names it: 26,336,768 elements."""
+    width, inner = 512, 1376
+    shapes = {"model.embed_tokens.weight": (8192, width)}
+    for layer in range(7):
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.self_attn.{name}_proj.weight": (width, width) for name in "qkvo"}
+        shapes |= {f"{at}.mlp.{name}_proj.weight": (inner, width) for name in ("gate", "up")}
+        shapes[f"{at}.mlp.down_proj.weight"] = (width, inner)
+        shapes |= {f"{at}.{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
+    shapes["model.norm.weight"] = (width,)
+    return ModelLayout(tuple(TensorSpec(name, shape, torch.float32) for name, shape in shapes.items()))
 
 
 def one_tensor(size: int) -> ModelLayout:
