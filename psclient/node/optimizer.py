@@ -254,13 +254,14 @@ class NodeOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the leader's state, residuals included; on the other processes, hyper-parameters only."""
-        return super().state_dict() if self._own is None else self._own.state_dict()
+        return super().state_dict() | {"state": {}} if self._own is None else self._own.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of the leader; the other processes load its hyper-parameters."""
         if self._own is None:
             _, plain = split(state_dict, None)
             super().load_state_dict(plain | {"state": {}})
+            self._open_states()
         else:
             self._own.load_state_dict(state_dict)
             self._share()
@@ -362,6 +363,16 @@ class NodeOptimizer(Optimizer):
         if leader is not None:
             self.defaults, self.state, self.param_groups = leader.defaults, leader.state, leader.param_groups
             return
+        self._open_states()
         self.defaults = self._status.defaults
         for group in self.param_groups:
             group.update(self.defaults | group)
+
+    def _open_states(self) -> None:
+        """Have a state, though an empty one: ``torch.distributed.checkpoint`` steps an optimizer that has none.
+
+        A step that the leader does not take would wait for it.
+        """
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state.setdefault(parameter, {})

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 import psclient
@@ -86,6 +87,10 @@ def trains(rank: int, server: str) -> Any:
         saved = optimizer.state_dict()
         if rank == 0:
             torch.save(saved, "state.pt")
+        optimizer.zero_grad()
+        collected = get_optimizer_state_dict(ddp, optimizer)  # on each process, and no call of all
+        found["collected"] = [memories["residual"] for memories in collected["state"].values()]
+        found["version then"] = optimizer.version
         found["rate"] = optimizer.param_groups[0]["lr"]
     dist.barrier()
     with dgs(ddp, server, worker="node") as optimizer:

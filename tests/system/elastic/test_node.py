@@ -51,7 +51,9 @@ def test_a_node_is_one_worker_with_the_whole_batch(tmp_path):
         assert_equal(leader["parameters"], follower["parameters"])
 
         assert leader["rate"] == follower["rate"] == leader["loaded"] == follower["loaded"] == pytest.approx(0.025)
-        assert_equal(leader["residuals"], leader["saved residuals"])
+        assert_equal(leader["residuals"], leader["saved residuals"], leader["collected"])
+        assert leader["version then"] == follower["version then"] == 6
+        assert not follower["collected"]
         assert any(residual.any() for residual in leader["residuals"])
         assert not follower["residuals"]
         assert_equal(leader["flushed"], follower["flushed"], of_server(server, model))
