@@ -23,6 +23,7 @@ from verify.client.caller import LeaseLostError, RefusedError, StuckError
 from verify.client.replica import BrokenReplyError
 from verify.cluster.servers import StartFailedError, end_on_sigterm
 from verify.failpoint.bit_flips import Flips
+from verify.failpoint.broken_disk import BrokenDisk
 from verify.failpoint.descriptors import NoDescriptors
 from verify.failpoint.disk import Disk
 from verify.failpoint.full_disk import FullDisk
@@ -34,7 +35,7 @@ from verify.training import Training
 _KINDS = ((2, "interval", "topk"), (1, "always", "auto"), (1, "interval", "exact"), (2, "always", "exact"))
 _FEWEST_KILLS = 3
 """Of a campaign; with fewer in all there are fewer campaigns."""
-_SCENARIOS = ("kills", "disk", "descriptors", "flips", "training", "backups")
+_SCENARIOS = ("kills", "disk", "fsync", "descriptors", "flips", "training", "backups")
 _TRAINING_SHARE, _MOST_TRAINERS = 12, 4  # a trainer costs seconds of a core to start
 _FLIP_WORKERS = 2
 _NARROWEST = 160
@@ -133,6 +134,10 @@ def _scenarios(
         notes.append(full.note)
         plan = _plan(options, "full disk", 1, "interval", 3, "auto")
         add(plan, lambda plan, where, say: Campaign(plan, where, say, full, disk.path / "data"))
+    if "fsync" in options.only:
+        for fsync in ("interval", "always"):
+            plan = _plan(options, f"broken disk, fsync {fsync}", 1, fsync, 2, "exact")
+            add(plan, lambda plan, where, say: Campaign(plan, where, say, BrokenDisk(options.rounds)))
     if "descriptors" in options.only:
         plan = _plan(options, "no descriptors", 1, "always", 2, "topk")
         add(plan, lambda plan, where, say: Campaign(plan, where, say, NoDescriptors(options.rounds)))

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO
 
-from verify.failpoint import skewed_clock
+from verify.failpoint import failed_syncs, skewed_clock
 
 _START_SECONDS = 40.0
 _STOP_SECONDS = 40.0
@@ -55,6 +55,7 @@ class Servers:
 
     Attributes:
         told: of each shard that has started: the addresses that it listens on, by purpose.
+        syncs: of each shard: the file of :mod:`verify.failpoint.failed_syncs`.
     """
 
     def __init__(self, shards: int, data_dir: Path, directory: Path, **settings: object) -> None:
@@ -64,6 +65,9 @@ class Servers:
         self.clocks = [directory / f"clock-{index}" for index in range(shards)]
         for clock in self.clocks:
             skewed_clock.set_error(clock, 0.0)
+        self.syncs = [directory / f"syncs-{index}" for index in range(shards)]
+        for syncs in self.syncs:
+            failed_syncs.set_error(syncs, 0)
         self.data_dir = data_dir
         self.told: dict[int, dict[str, str]] = {}
         self._settings = {
@@ -108,7 +112,15 @@ class Servers:
         )
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
         process = self._processes[shard] = subprocess.Popen(
-            [sys.executable, "-m", "verify.failpoint.skewed_clock", str(self.clocks[shard]), "serve", *flags],
+            [
+                sys.executable,
+                "-m",
+                "verify.failpoint.serve",
+                str(self.clocks[shard]),
+                str(self.syncs[shard]),
+                "serve",
+                *flags,
+            ],
             pass_fds=(write_end,),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -151,6 +163,15 @@ class Servers:
             os.close(self._ready.pop(shard))
         self._processes[shard].kill()
         self._end(shard)
+
+    def terminate(self, shard: int, seconds: float) -> int | None:
+        """Tell a shard to end, with ``SIGTERM``; return its exit status, ``None`` where it has not ended in time."""
+        self._processes[shard].send_signal(signal.SIGCONT)
+        self._processes[shard].send_signal(signal.SIGTERM)
+        try:
+            return self._processes[shard].wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
 
     def _end(self, shard: int) -> int:
         """Wait until a shard has ended and all that it said is written down; return its status."""

@@ -1,13 +1,12 @@
-"""``psservice`` with a wall clock that is wrong: ``python -m verify.failpoint.skewed_clock CLOCK serve …``.
+"""A wall clock that is wrong.
 
-``CLOCK`` is a file of one float, seconds to add to what ``time.time()`` says; whoever writes the file steps the clock
+Its file has one float, seconds to add to what ``time.time()`` says; whoever writes the file steps the clock
 of a process that runs. This shifts the wall clock as the server's own modules read it, and only there: gRPC's Python
 layer adds a time-out to ``time.time()`` and has the system's clock compare, which on a machine with a wrong clock is
 the same clock, and here would be two. The monotonic clock stays: no message of the protocol carries a time, and every
 lease, deadline and period is measured on the monotonic clock, which steps of the wall clock do not move.
 """
 
-import faulthandler
 import importlib
 import mmap
 import struct
@@ -62,16 +61,8 @@ def shifted_time(clock: Callable[[], float]) -> types.ModuleType:
     return shifted
 
 
-def main() -> int:
-    """Replace the clock, then become the server; where it hangs, SIGABRT shows at what."""
-    faulthandler.enable()
-    shifted = shifted_time(SkewedClock(Path(sys.argv[1])))
+def install(path: Path) -> None:
+    """Replace the clock of the server's modules in this process by one that reads its error from a file."""
+    shifted = shifted_time(SkewedClock(path))
     for name in modules_with_a_clock():
         sys.modules[name].__dict__["time"] = shifted
-    from psservice.cli.main import main as serve
-
-    return serve(sys.argv[2:])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -40,6 +40,13 @@ def test_nothing_is_lost_without_room(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_nothing_is_lost_when_a_disk_breaks(tmp_path):
+    found = run_chaos(tmp_path, "--only", "fsync", "--rounds", "1")
+    assert found["faults"]["fsync failed"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_nothing_is_lost_without_descriptors(tmp_path):
     found = run_chaos(tmp_path, "--only", "descriptors", "--rounds", "1")
     assert found["faults"]["descriptors used up"] == 1
