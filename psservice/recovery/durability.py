@@ -51,6 +51,8 @@ class Durability:
     def __init__(self, shard: DurableShard, on_health: Callable[[], None]) -> None:
         self._shard, self._settings, self._environment = shard, shard.settings, shard.environment
         self._dir: DataDir | None = None
+        self._is_lost = False  # somebody has removed the directory
+        self._on_health = on_health
         if self._settings.data_dir is not None and self._settings.durability != "none":
             self._dir = DataDir(self._settings, self._environment, on_health)
         self.events = EventLog()
@@ -77,12 +79,12 @@ class Durability:
     @property
     def is_healthy(self) -> bool:
         """Whether pushes are made durable as promised."""
-        return self.events.journal is None or self.events.journal.healthy
+        return not self._is_lost and (self.events.journal is None or self.events.journal.healthy)
 
     @property
     def is_broken(self) -> bool:
         """Whether nothing can be written any more until the server is started again."""
-        return bool(self.events.journal and self.events.journal.broken)
+        return self._is_lost or bool(self.events.journal and self.events.journal.broken)
 
     @property
     def snapshot_interval_seconds(self) -> float:
@@ -290,7 +292,24 @@ class Durability:
         while not self._stop.is_set():
             self._wake.wait(min(_POLL_SECONDS, self.snapshot_interval_seconds))
             if not self._stop.is_set():
+                self.check_directory()
                 self.snapshot_if_due()
+
+    def check_directory(self) -> None:
+        """Refuse pushes once the directory has been removed: they would go into files that nobody can open again."""
+        if self._dir is None or self._is_lost:
+            return
+        with self._snapshotting:  # which removes segments
+            lost = self._dir.lost_file()
+        if lost is None:
+            return
+        self._is_lost = True
+        why = f"{lost} is no longer there: the data directory was removed while the server ran"
+        if self.events.journal is None:
+            log.error("the data directory is lost; restart the server", extra={"error": why})
+        else:
+            self.events.journal.give_up(why)  # logs it
+        self._on_health()
 
     def snapshot_if_due(self) -> None:
         """Shard 0 takes a checkpoint every period; the others when one is announced, or long after none was."""

@@ -17,7 +17,7 @@ from psservice.storage import snapshots
 from psservice.storage.environment import Environment
 from psservice.storage.files import Files, StorageError, discard
 from psservice.storage.journal import Journal, segment_numbers
-from psservice.storage.lock_file import LockFile, Watermark
+from psservice.storage.lock_file import LOCK_NAME, LockFile, Watermark
 from psservice.storage.manifest import Manifest
 from psservice.storage.recovery_source import RecordError, RecoverySource, newest_source
 from psservice.storage.snapshots import Snapshot
@@ -121,6 +121,21 @@ class DataDir:
         except OSError as error:
             log.warning("old snapshots stay", extra={"path": str(self._snapshots), "error": str(error)})
         return snapshot
+
+    def lost_file(self) -> Path | None:
+        """Return a file of the directory whose name stands for nothing by now; ``None`` while all are there.
+
+        Nothing is removed from the directory meanwhile by this process.
+        """
+        needed = [self.path / LOCK_NAME] + ([self._journal.path] if self._journal is not None else [])
+        for path in needed:
+            try:
+                self.files.place(path)
+            except FileNotFoundError:
+                return path
+            except OSError:  # says nothing about the name
+                continue
+        return None
 
     def snapshots(self) -> list[Snapshot]:
         """Return the snapshots that can be read, oldest first."""

@@ -137,6 +137,20 @@ class Journal:
                 except OSError as error:
                     log.warning("old segment stays", extra={"segment": old, "error": str(error)})
 
+    @property
+    def path(self) -> Path:
+        """The file of the segment that is appended to."""
+        return self._path
+
+    def give_up(self, why: str) -> None:
+        """Refuse every later record: what is appended would be lost."""
+        try:
+            with self._lock:
+                if not self.broken:
+                    self._break(why)
+        finally:
+            self._tell()
+
     def close(self) -> None:
         """Force the rest to the disk (unless never) and close the file."""
         self._closing.set()

@@ -124,6 +124,18 @@ def test_certificates_may_have_further_names_and_addresses(certificates, tmp_pat
     assert (wrong.returncode, "usage" in wrong.stderr) == (2, True)
 
 
+@pytest.mark.parametrize("script", ["kubernetes/make-certificates", "kubernetes/reshard-job", "slurm/submit"])
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_a_script_says_how_it_is_called_and_does_nothing(script, flag, tmp_path):
+    answer = subprocess.run(
+        [KUBERNETES.parent / script, flag], timeout=SECONDS, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert f"deploy/{script} " in answer.stdout
+    assert not answer.stdout.startswith("#")
+    assert [*tmp_path.iterdir()] == []
+
+
 # Re-sharding
 
 
