@@ -18,7 +18,7 @@ from psclient.compress.choice import Choice
 from psclient.compress.compressor import Compressor
 from psclient.compress.groups import ParamGroups
 from psclient.compress.method import Method, State
-from psclient.engine import sigterm
+from psclient.engine import neighbours, sigterm
 from psclient.engine.push_pull import PushPull
 from psclient.engine.step import CLOSING_SECONDS
 from psclient.engine.streams import current_streams, devices_of, entered
@@ -52,9 +52,6 @@ _ONE_SERVER_ONE_MODEL = (
 _LEAVING_SECONDS = 5.0  # for calls whose answers are of no consequence, and threads that end
 _GRACE_SECONDS = 20.0  # for the flush on SIGTERM; below Kubernetes' default grace period of 30 s
 
-_workers: "weakref.WeakValueDictionary[tuple[str, str], Lifecycle]" = weakref.WeakValueDictionary()
-"""Those of this process, by servers and worker's name."""
-
 
 class _Stoppable(Protocol):
     """The part of an optimizer that ends."""
@@ -64,6 +61,9 @@ class _Stoppable(Protocol):
 
     @property
     def joined(self) -> bool: ...
+
+    @property
+    def has_forgotten_model(self) -> bool: ...
 
     def hurry(self, seconds: float) -> None: ...
 
@@ -99,12 +99,16 @@ class Worker:
         self._devices = devices_of(model.parameters)
         self._own_server = start_alone() if settings.server == client_settings.LOCAL else None
         self.server = settings.server if self._own_server is None else self._own_server.server
-        self._has_neighbour = any(server == self.server and other.alive for (server, _), other in _workers.items())
+        self._has_neighbour = neighbours.is_at(self.server)
+        trained = frozenset(id(parameter) for parameter in model.parameters if parameter in groups)
+        layout = model.layout
+        self._claim = neighbours.Claim(self.server, self._name, bool(settings.worker), layout.fingerprint, trained)
         self._thread = SerialExecutor("psclient-step")
         try:
-            self._end_earlier()
+            neighbours.predecessors(self._claim)  # raises, before anything is waited for
             with sigterm.beginning(enabled=settings.flush_on_sigterm):
                 shards = self._thread.call(partial(self._reach, settings, model.layout), lambda: None)
+            self._end_predecessors()
         except BaseException:
             if self._own_server is not None:
                 self._own_server.stop()
@@ -118,12 +122,11 @@ class Worker:
         self.compressor = Compressor(method, model, memories, groups, choice, self.planner)
         self.push_pull = PushPull(model.layout, self.cluster, self.compressor, self.planner)
 
-    def _end_earlier(self) -> None:
-        """End the optimizer of this process that is this worker at these servers: a cell was run again, say."""
-        earlier = _workers.get((self.server, self._name))
-        optimizer = earlier.optimizer() if earlier is not None and earlier.alive else None
-        if optimizer is not None:
-            log.warning("an earlier optimizer of this process is worker %s too; it leaves for the new one", self._name)
+    def _end_predecessors(self) -> None:
+        """End earlier optimizers whose place this one takes, once its servers are reached."""
+        for name, optimizer in neighbours.predecessors(self._claim):
+            what = "is worker" if name == self._name else "trains the same model, as worker"
+            log.warning("an earlier optimizer of this process %s %s; it leaves for the new one", what, name)
             optimizer.close()
 
     def _reach(self, settings: ClientSettings, layout: ModelLayout) -> list[ShardClient]:
@@ -144,7 +147,7 @@ class Worker:
 
     def join(self) -> None:
         """Join the run."""
-        _workers[self.server, self._name] = self.lifecycle
+        neighbours.add(self._claim, self.lifecycle)
         try:
             self.run(self.membership.join)
         except FingerprintMismatchError as error:
@@ -266,6 +269,10 @@ class Lifecycle:
         atexit.register(self._at_exit)
         self._finalizer = weakref.finalize(optimizer, self._on_collected, leave)
         self._finalizer.atexit = False  # _at_exit closes what is still there
+
+    def owner(self) -> _Stoppable | None:
+        """Return the optimizer, if it was not collected."""
+        return self.optimizer()
 
     @property
     def in_child(self) -> bool:

@@ -5,6 +5,7 @@ server answers. All calls to servers are made in a thread of the optimizer's own
 """
 
 import logging
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -146,6 +147,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
         super().__init__(check_params(params), defaults | {"density": density(1) if callable(density) else density})
         if model is None:
             warn_without_model(self.param_groups)
+        references = sys.getrefcount(model)  # after params: a generator of them refers to the model until it ends
+        self._own_references = 0  # until this is made: nothing is forgotten then
         self._model = describe(model, self.param_groups, upload_frozen=resolved.upload_frozen)
         refuse_averaged(self._model.parameters, () if model is None else model.modules())
         self._groups = ParamGroups(self.param_groups, self._own_density)
@@ -192,6 +195,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         except BaseException:
             self.close()
             raise
+        self._own_references = sys.getrefcount(model) - references
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -283,6 +287,12 @@ class ParameterServerOptimizer(Optimizer, ABC):
     def joined(self) -> bool:
         """Whether this worker has a place in its run yet."""
         return self._joined
+
+    @property
+    def has_forgotten_model(self) -> bool:
+        """Whether nothing but this optimizer refers to the module ``model=``: a cell has made another one, say."""
+        module, alone = self._model.module, object()
+        return module is not None and sys.getrefcount(module) - sys.getrefcount(alone) <= self._own_references
 
     @property
     def run_id(self) -> str:

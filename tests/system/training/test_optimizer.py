@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import psclient
 from psclient.compress.choice import Choice
-from psclient.engine import worker
+from psclient.engine import neighbours, worker
 from psclient.errors import (
     ConfigurationError,
     FingerprintMismatchError,
@@ -352,7 +352,7 @@ def test_another_method_or_momentum_is_refused(server):
 def test_a_living_workers_name_is_refused(monkeypatch):
     with LocalServer(lease_seconds=1) as server:
         optimizer = dgs(make_model(), server, worker="same")
-        monkeypatch.setattr(worker, "_workers", {})  # as in another process, which does not know the first
+        monkeypatch.setattr(neighbours, "_claims", [])  # as in another process, which does not know the first
         with pytest.raises(WorkerAliveError, match="same"):
             dgs(make_model(), server, worker="same")
         optimizer.close()
