@@ -1,16 +1,34 @@
 """What ``make`` would do, as it says itself with ``--dry-run``."""
 
+import re
 import subprocess
 import sys
 import venv
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
-def planned(target, venv):
-    command = ["make", "--dry-run", target, f"VENV={venv}"]
+def planned(target, venv, *variables):
+    command = ["make", "--dry-run", target, f"VENV={venv}", *variables]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+PROGRAMS = "examples container-test fuzz-service chaos soak bench gpu scale compare evidence rivals".split()
+
+
+@pytest.mark.parametrize("target", PROGRAMS)
+def test_the_program_behind_a_target_begins_and_knows_the_flags_that_it_is_given(target, tmp_path):
+    plan = planned(target, tmp_path / "venv", "QUICK=1")
+    (command,) = [line for line in plan.splitlines() if re.search(r"python3? -m (?!pip|venv)", line)]
+    module, *flags = re.findall(r"-m (\S+)", command) + re.findall(r"--[a-z-]+", command)
+    answer = subprocess.run(
+        [sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert not [flag for flag in flags if flag not in answer.stdout]
 
 
 def test_the_quickstart_installs_what_it_needs_and_not_the_tools_of_developers(tmp_path):

@@ -19,3 +19,14 @@ def test_a_section_of_the_benchmark(tmp_path):
     report = json.loads((tmp_path / "bench.json").read_text())
     assert {"command", "machine", "date"} <= {key.lower() for key in report} | set(report.get("run", {}))
     assert "to dense" in (tmp_path / "report.md").read_text()
+
+
+def test_a_comparison_of_two_methods_to_its_last_file(tmp_path):
+    few = ["--tasks", "digits", "--methods", "sgd", "outer", "--workers", "2", "--seeds", "0"]
+    run("-m", "benchmarks.compare", "--quick", "--only", "quality", *few, "--output", str(tmp_path))
+    assert json.loads((tmp_path / "compare.json").read_text())["failures"] == []
+    assert {"compare-workers.png", "compare-bytes.png", "compare.md"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_calls_of_the_whole_service_with_nearly_right_messages():
+    assert run("-m", "tests.hostile.service", "--inputs", "200")
