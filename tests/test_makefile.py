@@ -16,7 +16,10 @@ def planned(target, venv, *variables):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
-PROGRAMS = "examples container-test fuzz-service chaos soak bench gpu scale compare evidence rivals".split()
+PROGRAMS = (
+    *("examples", "container-test", "fuzz-service", "chaos", "soak"),
+    *("bench", "gpu", "scale", "compare", "evidence", "rivals"),
+)
 
 
 @pytest.mark.parametrize("target", PROGRAMS)
