@@ -41,7 +41,9 @@ class Client:
 def serve(rpc, client, handler):
     async def run():
         settings = SimpleNamespace(stream_idle_seconds=SECONDS, stream_seconds=SECONDS, rpc_threads=4)
-        shard = SimpleNamespace(settings=settings, metrics=SimpleNamespace(running_calls=Gauge()), apply_thread=None)
+        shard = SimpleNamespace(
+            settings=settings, metrics=SimpleNamespace(running_calls=Gauge(), queued=Gauge()), apply_thread=None
+        )
         served = Dispatcher({rpc: handler}, None, shard)
         loop, task, rule = asyncio.get_running_loop(), asyncio.current_task(), RULES[rpc]
         call = Call(rpc, ANONYMOUS_ADMIN)
