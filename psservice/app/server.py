@@ -27,6 +27,7 @@ from psservice.rpc.auth import Authenticator
 from psservice.rpc.calls import SERVICE, handlers_of
 from psservice.rpc.certificates import ServerCertificates
 from psservice.rpc.dispatcher import Dispatcher
+from psservice.rpc.file_watcher import FileWatcher
 from psservice.rpc.health_and_reflection import LIVENESS, Health, reflection_handlers
 from psservice.rpc.operators import OperatorCalls
 from psservice.rpc.ports import EventLoop, bind_port, open_port
@@ -74,6 +75,7 @@ class Server:
             torch.set_num_threads(settings.compute_threads or max(1, torch.get_num_threads() // settings.shards))
         self._metrics = Metrics()
         self._loop = EventLoop()
+        self._watcher = FileWatcher()
         self._health = Health()
         self._ports: list[grpc.aio.Server] = []
         self._certificates: ServerCertificates | None = None
@@ -89,6 +91,7 @@ class Server:
         except BaseException:
             self._loop.run(self._close_ports())
             self._loop.close()
+            self._watcher.close()
             raise
         self._serving = True
         self.update_health()
@@ -99,10 +102,11 @@ class Server:
         try:
             if settings.tracing:
                 tracing.start("psservice", f"shard-{settings.shard_index}")
-            self._authenticator = authenticator = Authenticator(settings.tokens)
+            authenticator = Authenticator(settings.tokens, self._watcher)
             if settings.tls_cert and settings.tls_key:
                 self._certificates = ServerCertificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
                 self._certificates.check()
+                self._watcher.watch(self._certificates.check)
             bind_certificates(self._metrics, self._certificates)
             self.shard = open_shard(settings, device_of(settings), self._metrics, self.update_health, self._failed)
         except (StorageError, SecurityError, TracingError) as error:
@@ -147,8 +151,6 @@ class Server:
                 log.info("the parent process is gone")
                 break
             self.update_health()
-            if self._certificates is not None:
-                self._certificates.check()
         self.stop()
         if self.shard.apply_thread.failed:
             raise ShardFailedError("an update failed half-way; start the server again and it recovers")
@@ -164,6 +166,7 @@ class Server:
         *_, port = self._ports
         self._loop.run(port.stop(min(self.settings.drain_seconds, _LAST_CALLS_SECONDS)))
         self._dispatcher.close()
+        self._watcher.close()
         self.shard.close()
         self._maintenance.close()
         self._loop.run(self._close_ports())
@@ -186,7 +189,7 @@ class Server:
             return False
         if word is _Word.READ_AGAIN:
             log.info("SIGHUP: certificates and tokens are read again if they have changed; the server goes on")
-            self._authenticator.refresh()
+            self._watcher.look()
         return word is _Word.STOP
 
     def _failed(self) -> None:

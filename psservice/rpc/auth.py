@@ -3,18 +3,21 @@
 A token belongs to a role, and perhaps to one worker. Memory has only hashes of tokens, and logs have nothing of them.
 """
 
+import asyncio
 import hashlib
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
 from pscore.net.channels import warn_of_readers
 from pscore.wire.errors import ErrorCode, Rejected
+from psservice.rpc.file_watcher import FileWatcher
 from psservice.rpc.watched_files import SecurityError, WatchedFiles
 
-_RELOAD_SECONDS = 1.0  # between two checks of the token file
+_MOST_UNKNOWN = 256  # calls with an unknown token that wait for a look at the file
+_LOOK_SECONDS = 2.0  # after which an unknown token is refused if the file cannot be read
 
 _HASHED = "sha256:"
 _SHOWN_DIGITS = 8
@@ -50,45 +53,60 @@ ANONYMOUS_ADMIN = Caller(Role.ADMIN)
 
 
 class Authenticator:
-    """Admits callers by the tokens of a file, which is read again when it changes, or everybody where there is none.
+    """Admits callers by the tokens of a file, or everybody if there is no file.
 
     A line is ``ROLE TOKEN [WORKER]``; ``#`` begins a comment. ``sha256:`` and the hexadecimal hash of a token may stand
-    for the token. ``clock`` returns monotonic seconds. Raises :class:`SecurityError` where the file cannot be read.
+    for the token. ``watcher`` reads the file again when it changes; no other thread does. Raises
+    :class:`SecurityError` if the file cannot be read.
     """
 
-    def __init__(self, path: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._checked = clock, clock()
+    def __init__(self, path: Path | None, watcher: FileWatcher) -> None:
+        self._watcher, self._unknown = watcher, 0
+        self._looked: tuple[Future[None], asyncio.Future[None]] | None = None  # the last look, as the event loop has it
         self._file = None
         if path is not None:
             warn_of_readers(path)
             self._file = WatchedFiles("tokens", (path,), lambda: read_tokens(path))
-
-    def refresh(self) -> None:
-        """Read the file now, if it has changed."""
-        if self._file is not None:
-            self._file.refresh()
+            watcher.watch(self._file.refresh)
 
     def server_keys(self) -> list[bytes] | None:
         """Return hashes of the admins' tokens, which servers share and workers have not; ``None`` without tokens."""
-        callers = self._callers()
-        if callers is None:
+        if self._file is None:
             return None
-        return sorted(digest for digest, caller in callers.items() if caller.role is Role.ADMIN)
+        return sorted(digest for digest, caller in self._file.content.items() if caller.role is Role.ADMIN)
+
+    async def admit(self, metadata: Iterable[tuple[str, str | bytes]], rpc: str, needed: Role) -> Caller:
+        """Return who calls, as :meth:`authorize` does; an unknown token waits for a look at the file, which may be new.
+
+        Raises :class:`Rejected`.
+        """
+        try:
+            return self.authorize(metadata, rpc, needed)
+        except Rejected as refusal:
+            if refusal.reason is not ErrorCode.UNAUTHENTICATED or not _shown(metadata):
+                raise
+            if self._unknown >= _MOST_UNKNOWN:
+                raise
+        self._unknown += 1
+        try:
+            looked = self._watcher.look()
+            if self._looked is None or self._looked[0] is not looked:
+                self._looked = looked, asyncio.wrap_future(looked)
+            await asyncio.wait([self._looked[1]], timeout=_LOOK_SECONDS)
+        finally:
+            self._unknown -= 1
+        return self.authorize(metadata, rpc, needed)
 
     def authorize(self, metadata: Iterable[tuple[str, str | bytes]], rpc: str, needed: Role) -> Caller:
-        """Return who calls, by a call's headers alone.
+        """Return who calls, by a call's headers and the tokens of the last look at the file.
 
-        Raises :class:`Rejected`: ``UNAUTHENTICATED``, or ``PERMISSION_DENIED`` where the token's role is too low.
+        Raises :class:`Rejected`: ``UNAUTHENTICATED``, or ``PERMISSION_DENIED`` if the token's role is too low.
         """
-        callers = self._callers()
-        if callers is None:
+        if self._file is None:
             return ANONYMOUS_ADMIN
-        shown = next((str(value) for key, value in metadata if key.lower() == "authorization"), "")
+        shown = _shown(metadata)
         kind, _, token = shown.partition(" ")
-        digest = _digest(token.strip()) if kind.lower() == "bearer" else b""
-        caller = callers.get(digest)
-        if caller is None and digest and self._file is not None and self._file.refresh():
-            caller = self._file.content.get(digest)  # the token may be newer than the last check of the file
+        caller = self._file.content.get(_digest(token.strip())) if kind.lower() == "bearer" else None
         if caller is None:
             why = "its token is not known" if shown else "no token came with it"
             raise Rejected(ErrorCode.UNAUTHENTICATED, f"{rpc} is for callers with a token, and {why}")
@@ -98,14 +116,9 @@ class Authenticator:
             )
         return caller
 
-    def _callers(self) -> dict[bytes, Caller] | None:
-        if self._file is None:
-            return None
-        now = self._clock()
-        if now - self._checked >= _RELOAD_SECONDS:
-            self._checked = now
-            self._file.refresh()
-        return self._file.content
+
+def _shown(metadata: Iterable[tuple[str, str | bytes]]) -> str:
+    return next((str(value) for key, value in metadata if key.lower() == "authorization"), "")
 
 
 def _digest(token: str) -> bytes:

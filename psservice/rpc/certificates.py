@@ -32,7 +32,7 @@ class _Content:
 
 
 class ServerCertificates:
-    """The credentials of a port from PEM files, which are read again when one changes.
+    """The credentials of a port from PEM files, which :meth:`check` reads again when one changes.
 
     With ``client_ca``, a caller needs a certificate of that CA (mutual TLS). ``clock`` returns Unix seconds. Raises
     :class:`SecurityError` if a file cannot be read, or certificate and key do not belong together.
@@ -82,7 +82,6 @@ class ServerCertificates:
     def _begin_handshake(self) -> grpc.ServerCertificateConfiguration | None:
         """Return the certificates if they are others than at the handshake before. In a thread of gRPC's."""
         self.handshakes += 1
-        self._files.refresh()
         content = self._files.content
         if content is self._given:
             return None

@@ -25,7 +25,7 @@ from pscore.telemetry.span import NO_SPAN, TRACEPARENT
 from pscore.wire.errors import ErrorCode, Rejected, to_status
 from pscore.wire.messages import SHARD_HEADER
 from psservice.apply_thread import BUSY_RETRY_SECONDS
-from psservice.rpc.auth import Authenticator
+from psservice.rpc.auth import Authenticator, Caller
 from psservice.rpc.calls import (
     RULES,
     SERVICE,
@@ -137,7 +137,8 @@ class Dispatcher:
         opened: OpenCall | None = None
         wait = 0.0
         try:
-            with self._admitted(rpc, context) as opened:
+            caller = await self._authenticator.admit(context.invocation_metadata(), rpc, RULES[rpc].role)
+            with self._admitted(rpc, caller, context) as opened:
                 if opened.rule.stays_open:
                     await self._serve_requests(opened, handler)
                 else:
@@ -178,12 +179,10 @@ class Dispatcher:
         await end()
 
     @contextmanager
-    def _admitted(self, rpc: str, context: Any) -> Iterator[OpenCall]:
+    def _admitted(self, rpc: str, caller: Caller, context: Any) -> Iterator[OpenCall]:
         """Admit a call by its headers; raises :class:`Rejected`."""
         rule = RULES[rpc]
-        metadata = context.invocation_metadata()
-        caller = self._authenticator.authorize(metadata, rpc, rule.role)
-        headers = dict(metadata)
+        headers = dict(context.invocation_metadata())
         if SHARD_HEADER in headers:
             require_place(self._settings, str(headers[SHARD_HEADER]))
         self._require_serving()
@@ -255,7 +254,7 @@ class Dispatcher:
         metadata, rpc = opened.context.invocation_metadata(), opened.call.rpc
         answer = self._read_stream if opened.rule.in_parts else self._in_turn
         while (first := await self._read_idle(opened)) is not None:
-            caller = self._authenticator.authorize(metadata, rpc, opened.rule.role)  # its line may have changed
+            caller = await self._authenticator.admit(metadata, rpc, opened.rule.role)  # its line may have changed
             opened.call = Call(rpc, caller)
             opened.started, opened.is_answered = time.monotonic(), False
             await self._measured(opened, answer(opened, handler, first))

@@ -96,7 +96,7 @@ def reflection_handlers(services: Sequence[str], authenticator: Authenticator) -
 
     async def serve(_: Any, context: Any) -> None:
         try:
-            authenticator.authorize(context.invocation_metadata(), _REFLECTION_RPC, Role.READER)
+            await authenticator.admit(context.invocation_metadata(), _REFLECTION_RPC, Role.READER)
             async with asyncio.timeout(_REFLECTION_SECONDS):
                 async for response in servicer.ServerReflectionInfo(requests(context), context):  # type: ignore[attr-defined]
                     await context.write(response.SerializeToString())

@@ -11,6 +11,7 @@ from pscore.net.channels import ChannelError, Security, open_channel, warn_of_re
 from psservice.cli.main import main
 from psservice.rpc.auth import Authenticator
 from psservice.rpc.certificates import ServerCertificates
+from psservice.rpc.file_watcher import FileWatcher
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +43,12 @@ def test_a_secret_that_everybody_can_read_is_warned_of_once(files, tmp_path, cap
     key.write_bytes((files / "worker.key").read_bytes())
     secured = Security(ca=files / "ca.pem", cert=files / "worker.pem", key=key)
 
+    watcher = FileWatcher()
+
     def use_all():
         for security in (Security(token_file=token), secured):
             open_channel("localhost:1", security).close()
-        Authenticator(tokens)
+        Authenticator(tokens, watcher)
         ServerCertificates(files / "worker.pem", key, None)
 
     for path in (token, tokens, key):
@@ -57,6 +60,7 @@ def test_a_secret_that_everybody_can_read_is_warned_of_once(files, tmp_path, cap
         path.chmod(0o644)
     use_all()
     use_all()
+    watcher.close()
     assert [each.getMessage().count("every user of this machine") for each in caplog.records] == [1, 1, 1]
     assert all(str(path) in caplog.text for path in (token, tokens, key))
 

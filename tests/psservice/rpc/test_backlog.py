@@ -12,6 +12,7 @@ from psservice.app.server import Server
 from psservice.rpc.auth import Authenticator
 from psservice.rpc.calls import NotYetError
 from psservice.rpc.dispatcher import Dispatcher
+from psservice.rpc.file_watcher import FileWatcher
 from psservice.settings import ServerSettings
 from tests.psservice.shard_makers import ANNA, open_shards
 from tests.system.connecting.test_raw_client import TIMEOUT, RawWorker
@@ -64,7 +65,7 @@ class Waiting:
 
 
 def dispatcher_of(shard):
-    return Dispatcher({}, Authenticator(None), shard)
+    return Dispatcher({}, Authenticator(None, FileWatcher()), shard)
 
 
 def test_a_pull_that_is_cancelled_leaves_the_event_of_a_later_pull_alone():
