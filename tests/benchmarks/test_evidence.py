@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.compare import tasks
+from benchmarks.compare import processes, tasks
 from benchmarks.compare.execute import execute, most_seconds
 from benchmarks.compare.ledger import Ledger
 from benchmarks.compare.methods import METHODS
@@ -15,7 +15,7 @@ from benchmarks.evidence import curves, fashion, fetch, report, text
 from benchmarks.evidence.evidence import Evidence
 from benchmarks.evidence.stages import ASGD, FORMS, MAIN, QUICK, Entrant, Stage, full
 from benchmarks.harness import machine
-from tests.benchmarks.compare.compare_makers import Silent, outcome
+from tests.benchmarks.compare.compare_makers import Silent, outcome, serve_while_time_jumps
 
 pytestmark = pytest.mark.timeout(400)  # the first run of a machine compiles all loops before it forks
 
@@ -114,6 +114,15 @@ def test_simulated_workers_are_equally_stale_and_train_alike_each_time():
     assert first.mean_staleness == pytest.approx(2, abs=0.2)
     assert [point[0] for point in first.curve] == [10, 20]
     assert first.curve[-1][1] == pytest.approx(first.up_bytes, rel=0.1)
+
+
+def test_a_simulated_run_that_the_machine_holds_up_trains_as_any_other(monkeypatch):
+    spec = Spec("digits", "gradient_dropping", 3, 0, 960, 0.4, 0.0, FORMS["3 % of bytes"], simulated=True)
+    undisturbed = execute(spec)
+    monkeypatch.setattr(processes, "_serve", serve_while_time_jumps)
+    disturbed = execute(spec)
+    assert disturbed.loss == undisturbed.loss
+    assert disturbed.mean_staleness == undisturbed.mean_staleness
 
 
 def test_a_real_step_lasts_as_long_as_the_run_says():

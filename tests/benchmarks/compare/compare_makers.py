@@ -1,9 +1,13 @@
 """Plans, runs and a watcher for the tests of the comparison."""
 
+import itertools
+
+from benchmarks.compare import processes
 from benchmarks.compare.campaign import Campaign
 from benchmarks.compare.ledger import Ledger
 from benchmarks.compare.plan import Plan
 from benchmarks.compare.spec import Form, Outcome, Run, Spec
+from psservice.storage.environment import MACHINE
 
 SMALL = Plan(
     quick=True,
@@ -45,3 +49,16 @@ def run(method="dgs", workers=4, seed=0, task="digits", **results):
 
 def campaign(path, do, plan=SMALL):
     return Campaign(plan, Ledger(path), Silent(), do)
+
+
+def serve_while_time_jumps(*arguments):
+    """Serve in this process, whose clock now and then moves by seconds at each of 20 looks at it."""
+    looks, moment = itertools.count(), 0.0
+
+    def clock():
+        nonlocal moment
+        moment += 5.0 if next(looks) % 100 >= 80 else 0.001
+        return moment
+
+    object.__setattr__(MACHINE, "monotonic", clock)
+    processes._serve(*arguments)
