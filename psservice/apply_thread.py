@@ -46,11 +46,6 @@ class ApplyThread:
         self._whole_changes = _WholeChanges(self)
         self._thread = environment.start(self._work, "apply-thread")
 
-    @property
-    def queued(self) -> int:
-        """Jobs waiting."""
-        return self._jobs.qsize()
-
     def stand_in(self) -> bool:
         """Make the caller's thread the apply thread until :meth:`stand_down`, if no job runs or waits; tell whether so.
 

@@ -112,7 +112,7 @@ class Server:
         except (StorageError, SecurityError, TracingError) as error:
             raise StartError(str(error)) from error
         self.shard.durability.checkpoints.keys = authenticator.server_keys
-        operators = OperatorCalls(self.shard, self.update_health, self._ask_to_stop)
+        operators = OperatorCalls(self.shard, lambda: self._dispatcher.queued, self.update_health, self._ask_to_stop)
         handlers_by_rpc = handlers_of(WorkerCalls(self.shard)) | handlers_of(operators)
         self._dispatcher = Dispatcher(handlers_by_rpc, authenticator, self.shard)
         bind_metrics(self.shard)

@@ -98,8 +98,8 @@ class _Result:
             return str(self.closed.error)
         if not self.is_drained:
             return (
-                f"{address}: closed, and not drained yet: {answer.calls_inside} calls under way, "
-                f"{answer.queued} waiting for the apply thread; ask again"
+                f"{address}: closed, and not drained yet: {answer.calls_inside} calls under way that may change it; "
+                "ask again"
             )
         words = f"{address}: drained at version {answer.version}; "
         if self.snapshot is None:
@@ -116,7 +116,7 @@ class _Result:
 
 
 def _is_drained(state: pb.DrainResponse | pb.GetStatusResponse) -> bool:
-    return state.draining and not state.calls_inside and not state.queued
+    return state.draining and not state.calls_inside
 
 
 def _last_checkpoint(status: pb.GetStatusResponse) -> str:

@@ -181,7 +181,7 @@ def _shard_summary(address: str, status: pb.GetStatusResponse) -> Table:
         (address, f"run {status.run_id or '–'}, {state_of(status)}, {status.method or 'no method yet'}"),
         ("shard", f"{status.shard_index} of {status.num_shards}, on {status.device}, up {status.uptime_seconds:.0f} s"),
         ("parameters", f"{status.length:,} of {status.parameters:,}"),
-        ("version", f"{status.version:,} after {status.samples:,} samples, {status.queued} waiting"),
+        ("version", f"{status.version:,} after {status.samples:,} samples, {status.queued} requests at work"),
         ("kept", _kept(status)),
         ("bytes", f"{human_bytes(status.push_bytes)} pushed, {human_bytes(status.pull_bytes)} pulled "
                   f"({_word(pb.DownMode, status.settings.down_mode)}), {human_bytes(status.buffer_bytes)} of buffers"),
@@ -195,7 +195,7 @@ def state_of(status: pb.GetStatusResponse) -> str:
     """Return a shard's state in a word or two."""
     state = _word(pb.RunState, status.run_state)
     if status.draining:
-        state += ", draining" if status.calls_inside or status.queued else ", drained"
+        state += ", draining" if status.calls_inside else ", drained"
     return state if status.durable else f"{state}, not durable"
 
 

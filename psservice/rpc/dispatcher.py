@@ -97,12 +97,17 @@ class Dispatcher:
         self._ahead = 0  # calls whose messages are received ahead
         self._by_threads = dict.fromkeys(handlers, 0)  # pieces of work that threads have done or do
         self._metrics.running_calls.set_function(lambda: sum(pool.at_work for pool in self._pools.values()))
-        self._metrics.queued.set_function(lambda: self._pools[Lane.WORK].at_work)
+        self._metrics.queued.set_function(lambda: self.queued)
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             rpc: grpc.stream_stream_rpc_method_handler(partial(self._serve, rpc, handler))
             for rpc, handler in handlers.items()
         }
         self.service: grpc.GenericRpcHandler = grpc.method_handlers_generic_handler(SERVICE.full_name, methods)
+
+    @property
+    def queued(self) -> int:
+        """Pushes and pulls at work, or waiting for a thread; what ``--apply-queue-limit`` limits."""
+        return self._pools[Lane.WORK].at_work
 
     async def drain(self, seconds: float) -> None:
         """Refuse new calls, and return when none is left, or after so many seconds.

@@ -16,17 +16,19 @@ from psservice.shard.shard import Shard
 class OperatorCalls:
     """The calls of operators over one shard; each method serves the call that it is named after.
 
-    ``on_drain`` is called after the shard was closed or opened; ``stop`` ends the process as SIGTERM does, without
-    waiting for that. The uptime counts from here.
+    ``queued`` counts pushes and pulls at work, or waiting for a thread. ``on_drain`` is called after the shard was
+    closed or opened; ``stop`` ends the process as SIGTERM does, without waiting for that. The uptime counts from here.
     """
 
-    def __init__(self, shard: Shard, on_drain: Callable[[], None], stop: Callable[[], None]) -> None:
-        self._shard, self._on_drain, self._stop = shard, on_drain, stop
+    def __init__(
+        self, shard: Shard, queued: Callable[[], int], on_drain: Callable[[], None], stop: Callable[[], None]
+    ) -> None:
+        self._shard, self._queued, self._on_drain, self._stop = shard, queued, on_drain, stop
         self._started = time.monotonic()
 
     def status(self, *, brief: bool = False) -> pb.GetStatusResponse:
         """Return the status, also for the status page."""
-        return status_of(self._shard, time.monotonic() - self._started, brief=brief)
+        return status_of(self._shard, time.monotonic() - self._started, self._queued(), brief=brief)
 
     def get_status(self, call: Call, request: pb.GetStatusRequest) -> pb.GetStatusResponse:
         """Report."""
@@ -99,15 +101,15 @@ class OperatorCalls:
         if gate.is_closed is not was_closed:  # an operator asks again and again until the shard is drained
             call.audit = {"act": "close" if gate.is_closed else "open"}
         self._on_drain()
-        inside, queued = gate.in_flight, shard.apply_thread.queued
-        stopping = request.action == pb.DRAIN_ACTION_STOP and not inside and not queued
+        inside = gate.in_flight
+        stopping = request.action == pb.DRAIN_ACTION_STOP and not inside
         if stopping:
             call.audit = {"act": "stop"}
             self._stop()
         return pb.DrainResponse(
             draining=gate.is_closed,
             calls_inside=inside,
-            queued=queued,
+            queued=self._queued(),
             version=shard.model.version if shard.model else 0,
             stopping=stopping,
         )

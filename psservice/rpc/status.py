@@ -19,8 +19,8 @@ _DOWN_MODES = {"auto": pb.DOWN_MODE_AUTO, "exact": pb.DOWN_MODE_EXACT, "topk": p
 _BUFFER_POLICIES = {"sync": pb.BUFFER_POLICY_SYNC, "local": pb.BUFFER_POLICY_LOCAL, "none": pb.BUFFER_POLICY_NONE}
 
 
-def status_of(shard: Shard, uptime_seconds: float, *, brief: bool = False) -> pb.GetStatusResponse:
-    """Return a shard's status now; ``brief`` leaves the workers out."""
+def status_of(shard: Shard, uptime_seconds: float, queued: int, *, brief: bool = False) -> pb.GetStatusResponse:
+    """Return a shard's status now; ``queued`` counts pushes and pulls at work, ``brief`` leaves the workers out."""
     settings, traffic = shard.settings, shard.metrics.traffic
     pushes, pulls, buffers = traffic["PushSparse"], traffic["PullDiff"], traffic["ExchangeBuffers"]
     model, layout = shard.model, shard.layout
@@ -46,7 +46,7 @@ def status_of(shard: Shard, uptime_seconds: float, *, brief: bool = False) -> pb
         pull_bytes=pulls.sent_bytes,
         buffer_bytes=buffers.received_bytes + buffers.sent_bytes,
         samples=shard.run.samples,
-        queued=shard.apply_thread.queued,
+        queued=queued,
         uptime_seconds=uptime_seconds,
         server_version=__version__,
         durability=_durability(settings),

@@ -100,7 +100,7 @@ class Service:
         """Join and upload."""
         values = {"lease_seconds": 3600.0, "run_id": "fuzz", **settings}
         self.engine = open_shard(ServerSettings.model_validate(values), torch.device("cpu"), Metrics())
-        operators = OperatorCalls(self.engine, lambda: None, lambda: None)
+        operators = OperatorCalls(self.engine, lambda: 0, lambda: None, lambda: None)
         self.handlers = handlers_of(WorkerCalls(self.engine)) | handlers_of(operators)
         self.identity = pb.WorkerIdentity(run_id="fuzz", worker_id="anna", incarnation="1")
         self.step = 0

@@ -2341,7 +2341,7 @@ class GetStatusResponse(_message.Message):
     samples: _builtins.int
     """Samples reported, all workers since the start."""
     queued: _builtins.int
-    """Commits waiting for the apply thread."""
+    """Pushes and pulls at work, or waiting for a thread."""
     uptime_seconds: _builtins.float
     """Seconds since the start of the server."""
     server_version: _builtins.str
@@ -2767,7 +2767,7 @@ class DrainResponse(_message.Message):
     calls_inside: _builtins.int
     """Calls under way that may change the shard; 0 in a closed one: it is drained."""
     queued: _builtins.int
-    """Commits waiting for the apply thread."""
+    """Pushes and pulls at work, or waiting for a thread."""
     version: _builtins.int
     """Version of the shard."""
     stopping: _builtins.bool

@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from pscore.wire.errors import ErrorCode
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.app.server import Server
 from psservice.rpc.auth import Authenticator
 from psservice.rpc.calls import NotYetError
@@ -42,6 +43,10 @@ def test_pushes_beyond_the_limit_of_requests_at_work_are_busy():
             pushing.append(threading.Thread(target=worker.push, args=([1], [1.0])))
             pushing[-1].start()
         wait_until(lambda: server._metrics.registry.get_sample_value("psservice_queued") == 6)
+        assert workers[6].stub.GetStatus(pb.GetStatusRequest(), timeout=TIMEOUT).queued == 6
+        drained = workers[6].stub.Drain(pb.DrainRequest(action=pb.DRAIN_ACTION_CLOSE), timeout=TIMEOUT)
+        assert (drained.calls_inside, drained.queued) == (6, 6)
+        workers[6].stub.Drain(pb.DrainRequest(action=pb.DRAIN_ACTION_OPEN), timeout=TIMEOUT)
         with pytest.raises(grpc.RpcError) as refused:
             workers[6].push([1], [1.0])
         assert reason_of(refused.value) == ErrorCode.BUSY.name

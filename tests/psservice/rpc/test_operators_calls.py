@@ -51,7 +51,7 @@ def shard():
 def calls_of(shard):
     """The operators' calls, and what they have told the process."""
     told = []
-    handlers = handlers_of(OperatorCalls(shard, lambda: told.append("changed"), lambda: told.append("stop")))
+    handlers = handlers_of(OperatorCalls(shard, lambda: 0, lambda: told.append("changed"), lambda: told.append("stop")))
     return lambda rpc, request: called(shard, handlers[rpc], rpc, request)[0], told
 
 

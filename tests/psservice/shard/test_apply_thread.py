@@ -51,7 +51,7 @@ def test_closing_finishes_what_is_queued():
     apply_thread, done = ApplyThread(), []
     release = blocked(apply_thread)
     waiting = [in_thread(lambda i=i: apply_thread.run(lambda: done.append(i))) for i in range(4)]
-    while apply_thread.queued < 4:
+    while apply_thread._jobs.qsize() < 4:
         pass
     closing = in_thread(apply_thread.close)
     release.set()
