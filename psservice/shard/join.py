@@ -25,9 +25,8 @@ def join(shard: Shard, identity: Identity, layout: ModelLayout, request: pb.Join
     num_shards = shard.settings.num_shards
     if layout.size < num_shards:
         raise Rejected(ErrorCode.BAD_REQUEST, f"a model of {layout.size} elements cannot be cut into {num_shards}")
-    with shard.join_lock:
+    with model_install.join_lock_with_initial(shard, layout) as fitted:
         shard.drain_gate.require_open()
-        fitted = model_install.fit_initial(shard, layout)
         starts = fitted is not None
         alone = not starts and shard.is_alone(identity)
         is_new = alone or starts or not shard.run.method

@@ -8,7 +8,8 @@ after it recovers the new model.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -232,6 +233,21 @@ def fit_initial(shard: Shard, layout: ModelLayout) -> FittedModel | None:
         return None
     with_buffers = shard.settings.buffers != "none"
     return FittedModel(initial, layout, *fit(layout, initial.tensors, with_buffers=with_buffers))
+
+
+@contextmanager
+def join_lock_with_initial(shard: Shard, layout: ModelLayout) -> Iterator[FittedModel | None]:
+    """Hold ``join_lock``, and have the ``--init`` model of that moment in a worker's layout (``FINGERPRINT_MISMATCH``).
+
+    All of a model is copied for that, so it is done before the lock is taken, and done again if the model was taken, or
+    given back, meanwhile.
+    """
+    while True:
+        fitted = fit_initial(shard, layout)
+        with shard.join_lock:
+            if shard.uploads.initial is (None if fitted is None else fitted.initial):
+                yield fitted
+                return
 
 
 def install_initial(shard: Shard, fitted: FittedModel) -> None:

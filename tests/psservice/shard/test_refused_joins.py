@@ -1,5 +1,6 @@
 """A join that is refused changes nothing: no lease, no method, no layout, no upload."""
 
+import threading
 from contextlib import ExitStack
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from pscore.model import modelfile
 from pscore.wire.errors import ErrorCode
 from psservice.shard import model_install
-from psservice.shard.join import evict
+from psservice.shard.join import evict, leave
 from psservice.types import Identity
 from tests.psservice.service_makers import BF16, F32, layout_of
 from tests.psservice.shard_makers import (
@@ -16,6 +17,7 @@ from tests.psservice.shard_makers import (
     BERT,
     HOUR,
     READY,
+    UPLOAD,
     full,
     join,
     open_shards,
@@ -27,6 +29,7 @@ from tests.psservice.shard_makers import (
 LAYOUT = layout_of((6, F32), (4, BF16))
 OTHER = layout_of((6, F32), (5, BF16))
 ONES = torch.ones(10)
+SECONDS = 5.0
 AGAIN = Identity("anna", "2")
 IMPOSSIBLE = full(5 << 29)
 UNREADABLE = {"rounds": "every Tuesday"}
@@ -151,3 +154,43 @@ def test_a_lease_that_ends_while_its_worker_joins_is_journaled_again(tmp_path):
         shard.leases.join = late
         assert join(shard, LAYOUT, ANNA, method_settings={"momentum": "0.5"}).state == READY
         assert written == [ANNA]
+
+
+def test_leases_end_while_the_model_to_begin_from_is_laid_out(tmp_path, monkeypatch):
+    real, ended = model_install.fit, []
+    with ExitStack() as stack:
+        shard = with_initial(stack, tmp_path)
+        shard.leases.join(BERT)
+
+        def fit(*arguments, **options):
+            leaving = threading.Thread(target=leave, args=(shard, BERT), daemon=True)
+            leaving.start()
+            leaving.join(SECONDS)
+            ended.append(not leaving.is_alive())
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(model_install, "fit", fit)
+        assert reason_of(join, shard, OTHER, ANNA) is ErrorCode.FINGERPRINT_MISMATCH
+        assert join(shard, LAYOUT, ANNA).state == READY
+        assert ended == [True, True]
+
+
+@pytest.mark.parametrize("is_there_at_first", [True, False])
+def test_a_model_to_begin_from_that_comes_or_goes_while_a_worker_joins_is_looked_at_again(
+    is_there_at_first, tmp_path, monkeypatch
+):
+    """Another worker's join takes it, and gives it back if the disk refuses its snapshot."""
+    with ExitStack() as stack:
+        shard = with_initial(stack, tmp_path)
+        initial, real = shard.uploads.initial, model_install.fit_initial
+        if not is_there_at_first:
+            shard.uploads.initial = None
+
+        def fit_initial(*arguments):
+            fitted = real(*arguments)
+            shard.uploads.initial = None if is_there_at_first else initial
+            return fitted
+
+        monkeypatch.setattr(model_install, "fit_initial", fit_initial)
+        state = join(shard, LAYOUT, ANNA).state
+        assert state == (UPLOAD if is_there_at_first else READY)
