@@ -5,7 +5,6 @@ Everything here that reads raises :class:`Rejected` (``BAD_REQUEST``).
 
 import inspect
 import json
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -166,8 +165,7 @@ class SchedulerSpec:
 def _torch_accepts(what: str) -> Iterator[None]:
     """Turn torch's errors into :func:`bad`."""
     try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
+        yield
     except TORCH_ERRORS as error:
         raise bad(f"{what}: {error}") from error
 

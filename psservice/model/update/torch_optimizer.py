@@ -5,7 +5,6 @@ entries that were sent, parameters and optimizer state alike.
 """
 
 import logging
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -49,6 +48,10 @@ class TorchOptimizer(UpdateRule):
         default = settings.optimizer.rate
         self.rates = tuple(float(group.options.get("lr", default)) for group in groups)
         self._scheduler = settings.scheduler.make(self._optimizer) if settings.scheduler and self._optimizer else None
+        if self._scheduler is not None and self._optimizer is not None:
+            # Without gradients nothing is changed. Else torch warns of a schedule that is stepped before its optimizer:
+            # one that is restored, or whose steps are lazy.
+            self._optimizer.step()
         self._updates = self._samples = 0
 
     def apply(self, push: SparseSlice | None, context: PushContext = PLAIN) -> ChangedIndices:
@@ -227,19 +230,18 @@ class TorchOptimizer(UpdateRule):
         """Step the scheduler, if any; one that is at its end (``OneCycleLR``) leaves the rate where it is."""
         if self._scheduler is None or self._optimizer is None:
             return
-        with warnings.catch_warnings(action="ignore"):  # torch would have its own optimizer stepped first
-            failed = 0
-            for _ in range(steps):
-                try:
-                    self._scheduler.step()
-                    failed = 0
-                except TORCH_ERRORS as error:  # the parameters have been stepped: there is no way back
-                    log.debug("the schedule is at its end", extra={"why": str(error)})
-                    failed += 1
-                    if failed == _MOST_FAILED:
-                        return
-                for group in self._optimizer.param_groups:
-                    group["lr"] = sane_rate(group["lr"])
+        failed = 0
+        for _ in range(steps):
+            try:
+                self._scheduler.step()
+                failed = 0
+            except TORCH_ERRORS as error:  # the parameters have been stepped: there is no way back
+                log.debug("the schedule is at its end", extra={"why": str(error)})
+                failed += 1
+                if failed == _MOST_FAILED:
+                    return
+            for group in self._optimizer.param_groups:
+                group["lr"] = sane_rate(group["lr"])
 
 
 def _like(value: object, tensor: torch.Tensor) -> bool:

@@ -1,6 +1,7 @@
 """The server's optimizer is torch.optim's, dense or lazy, whole or in shards; and it is named in words only."""
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -439,3 +440,28 @@ def test_a_lazy_step_looks_at_what_was_sent_and_at_nothing_else():
     assert refused(server.apply, touching) is ErrorCode.NON_FINITE
     assert refused(server.apply, dense(torch.ones(LAYOUT.size))) is ErrorCode.NON_FINITE
     assert theta[3] == 0.5
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_schedule_leaves_the_warnings_of_the_process_as_they_are_and_gives_none(lazy, monkeypatch):
+    """Filters are those of all threads: one that changes them and sets them back may set back another's change."""
+    seen, real = [], torch.optim.lr_scheduler.StepLR.get_lr
+
+    def get_lr(self):
+        seen.append([*warnings.filters])
+        return real(self)
+
+    monkeypatch.setattr(torch.optim.lr_scheduler.StepLR, "get_lr", get_lr)
+    scheduler = {"name": "StepLR", "options": {"step_size": 1}}
+    push = SparseSlice(Span(0, LAYOUT.size), torch.tensor([1]), torch.tensor([1.0]))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        before = [*warnings.filters]
+        first, _ = rule(said("Adam", scheduler, lazy=lazy, lr=0.1), some_values())
+        first.apply(push)
+        again, _ = rule(said("Adam", scheduler, lazy=lazy, lr=0.1), some_values())
+        again.restore(first.export())
+        again.apply(push)
+    assert len(seen) > 4
+    assert all(each == before for each in seen)
+    assert [str(each.message) for each in warned] == []
