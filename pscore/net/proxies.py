@@ -1,7 +1,7 @@
 """The proxy of the environment, which gRPC takes for every channel: never for this machine, and told of elsewhere.
 
-gRPC reads ``grpc_proxy``, ``https_proxy`` and ``http_proxy``, the first that is set, and leaves the hosts of
-``no_grpc_proxy`` or ``no_proxy`` out.
+gRPC reads ``grpc_proxy``, ``https_proxy`` and ``http_proxy``, the first that is there, also if it is empty, and leaves
+the hosts of ``no_grpc_proxy`` or ``no_proxy`` out. A proxy whose URL does not begin with ``http://`` is not used.
 """
 
 import functools
@@ -10,7 +10,6 @@ import os
 import queue
 import socket
 import threading
-import urllib.parse
 import urllib.request
 from typing import Any
 
@@ -21,6 +20,7 @@ NO_PROXY: tuple[tuple[str, Any], ...] = (("grpc.enable_http_proxy", 0),)
 
 _VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
 _EXCEPTIONS = ("no_grpc_proxy", "no_proxy")
+_SCHEME = "http://"
 _LOOKUP_SECONDS = 2.0
 
 
@@ -41,15 +41,14 @@ def told_of_proxy(address: str) -> str:
 
 def _proxy_for(address: str) -> tuple[str, str] | None:
     """Return the variable that names the proxy for an address, and the proxy without user and password."""
-    variable = next((name for name in _VARIABLES if os.environ.get(name)), None)
-    if variable is None:
+    variable = next((name for name in _VARIABLES if name in os.environ), None)
+    if variable is None or not os.environ[variable].lower().startswith(_SCHEME):
         return None
     host = _host_of(address)
     exceptions = next((os.environ[name] for name in _EXCEPTIONS if os.environ.get(name)), "")
     if urllib.request.proxy_bypass_environment(host, {"no": exceptions}) or _is_here(host):  # type: ignore[attr-defined]
         return None
-    parts = urllib.parse.urlsplit(os.environ[variable])
-    return variable, escaped(parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl())
+    return variable, escaped(_SCHEME + os.environ[variable][len(_SCHEME) :].rpartition("@")[2])
 
 
 def _host_of(address: str) -> str:

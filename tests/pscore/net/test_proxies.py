@@ -59,3 +59,28 @@ def test_a_proxy_is_named_without_its_password(monkeypatch):
     assert "secret" not in said
     for word in ("http://proxy.example.org:3128", "http_proxy", "no_proxy=10.0.0.1"):
         assert word in said
+
+
+@pytest.mark.parametrize("password", ["sec#ret", "sec/ret", "sec?ret", "sec@ret", "sec:ret"])
+def test_no_part_of_a_password_is_shown(password, monkeypatch):
+    monkeypatch.setenv("http_proxy", f"http://anna:{password}@proxy.example.org:3128")
+    said = told_of_proxy("10.0.0.1:50051")
+    assert "http://proxy.example.org:3128" in said
+    assert not any(part in said for part in ("sec", "ret", "anna"))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "",  # turns the proxy of the variables behind it off, too
+        "socks5://proxy.example.org:1080",
+        "https://proxy.example.org:3128",
+        "anna:secret@proxy.example.org:3128",
+        "proxy.example.org:3128",
+    ],
+)
+def test_a_proxy_that_grpc_does_not_use_is_not_named(value, monkeypatch):
+    monkeypatch.setenv("grpc_proxy", value)
+    monkeypatch.setenv("http_proxy", "http://proxy.example.org:3128")
+    assert told_of_proxy("10.0.0.1:50051") == ""
+    assert proxy_options("10.0.0.1:50051") == DIRECT
