@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 5.0
 _POLL_SECONDS = 1.0
+_LOST = "is no longer there: the data directory was removed or replaced while the server ran"
 _PERIODS_ALONE = 3  # after which a shard that hears of no checkpoint takes a snapshot for itself
 
 
@@ -51,7 +52,7 @@ class Durability:
     def __init__(self, shard: DurableShard, on_health: Callable[[], None]) -> None:
         self._shard, self._settings, self._environment = shard, shard.settings, shard.environment
         self._dir: DataDir | None = None
-        self._is_lost = False  # somebody has removed the directory
+        self._is_lost = False  # somebody has removed the directory, or put another in its place
         self._on_health = on_health
         if self._settings.data_dir is not None and self._settings.durability != "none":
             self._dir = DataDir(self._settings, self._environment, on_health)
@@ -296,7 +297,10 @@ class Durability:
                 self.snapshot_if_due()
 
     def check_directory(self) -> None:
-        """Refuse pushes once the directory has been removed: they would go into files that nobody can open again."""
+        """Refuse pushes once the directory was removed or replaced: they would go into files that nobody opens again.
+
+        Another directory in its place, as a backup that was put back, stays as it is.
+        """
         if self._dir is None or self._is_lost:
             return
         with self._snapshotting:  # which removes segments
@@ -304,7 +308,7 @@ class Durability:
         if lost is None:
             return
         self._is_lost = True
-        why = f"{lost} is no longer there: the data directory was removed while the server ran"
+        why = f"{lost} {_LOST}"
         if self.events.journal is None:
             log.error("the data directory is lost; restart the server", extra={"error": why})
         else:
@@ -385,10 +389,13 @@ class Durability:
 
     def _write(self, copied: Capture, *, clean: bool = False) -> Snapshot:
         manifest, tensors = copied
+        data_dir = self._require_dir()
+        if (lost := data_dir.lost_file()) is not None:
+            raise StorageError(f"{lost} {_LOST}")
         started = self._environment.monotonic()
         with self._counting_errors():
             on_host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-            snapshot = self._require_dir().write(manifest, on_host, clean=clean)
+            snapshot = data_dir.write(manifest, on_host, clean=clean)
         self._note(snapshot)
         seconds = self._environment.monotonic() - started
         self._shard.metrics.snapshot_write_seconds.set(seconds)

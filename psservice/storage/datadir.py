@@ -123,14 +123,16 @@ class DataDir:
         return snapshot
 
     def lost_file(self) -> Path | None:
-        """Return a file of the directory whose name stands for nothing by now; ``None`` while all are there.
+        """Return a file of the directory whose name stands for nothing, or for another file, by now; else ``None``.
 
         Nothing is removed from the directory meanwhile by this process.
         """
-        needed = [self.path / LOCK_NAME] + ([self._journal.path] if self._journal is not None else [])
-        for path in needed:
+        lock, segment = self.path / LOCK_NAME, self._journal.path if self._journal is not None else None
+        for path in filter(None, (lock, segment)):
             try:
                 self.files.place(path)
+                if path is lock and self._lock_file.is_replaced():
+                    return path
             except FileNotFoundError:
                 return path
             except OSError:  # says nothing about the name

@@ -79,6 +79,10 @@ class OpenFile:
         """Make the contents durable."""
         os.fdatasync(self._descriptor)
 
+    def place(self) -> Place:
+        """Return which file this is, whatever its name stands for by now."""
+        return Place(os.fstat(self._descriptor).st_ino)
+
     def close(self) -> None:
         """Close the file, which unlocks it."""
         os.close(self._descriptor)

@@ -131,6 +131,10 @@ class LockFile:
             assert self.watermark is not None, "begin comes first"
             self._write(replace(self.watermark, **changes))
 
+    def is_replaced(self) -> bool:
+        """Tell whether the file's name stands for another file by now; raises ``OSError``."""
+        return self._file.place().is_another(self._files.place(self._directory / LOCK_NAME))
+
     def close(self) -> None:
         """Force the watermark to the disk, and unlock the directory."""
         with suppress(OSError):

@@ -117,6 +117,9 @@ class Handle:
     def sync(self):
         self._disk.sync_node(self._file)
 
+    def place(self):
+        return Place(id(self._file))
+
     def close(self):
         self._file.locked = False
 

@@ -49,3 +49,27 @@ def test_without_a_journal_too(tmp_path):
             assert metric(server.metrics_addresses[0], "psservice_durable") == 1
             shutil.rmtree(data)
             wait_until(lambda: metric(server.metrics_addresses[0], "psservice_durable") == 0)
+
+
+@pytest.mark.parametrize("durability", ["journal", "snapshot"])
+def test_a_backup_that_is_put_in_its_place_is_told_of_and_stays_as_it_was(durability, tmp_path):
+    data, backup = tmp_path / "data", tmp_path / "backup"
+    with LocalServer(data_dir=data, durability=durability) as server:
+        w = torch.nn.Parameter(torch.zeros(8))
+        with psclient.ASGD([w], lr=0.1, server=server.server, settings=ClientSettings(**LIMITS)) as optimizer:
+            step(optimizer, w)
+            shutil.copytree(data, backup)
+            before = files_of(backup)
+            data.rename(tmp_path / "old")
+            backup.rename(data)
+            wait_until(lambda: metric(server.metrics_addresses[0], "psservice_durable") == 0)
+            if durability == "journal":
+                with pytest.raises(ServerUnreachableError, match="replaced"):
+                    step(optimizer, w)
+            else:
+                step(optimizer, w)
+    assert files_of(data) == before
+
+
+def files_of(directory):
+    return {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
