@@ -363,7 +363,7 @@ class Durability:
             try:
                 content, copied = apply_thread.run(begin)
                 if copied is not None:
-                    self._write(copied)
+                    self._write_first(copied)
                 publish(content)
             finally:
                 apply_thread.held = False
@@ -409,6 +409,18 @@ class Durability:
             },
         )
         return snapshot
+
+    def _write_first(self, copied: Capture) -> None:
+        """Write the first snapshot of another model; if it fails and stays, refuse all that a restart could not apply.
+
+        A restart would begin with that snapshot, and what is journaled from here on is of the model before.
+        """
+        try:
+            self._write(copied)
+        except StorageError as error:
+            if self.events.journal is not None and self._require_dir().may_have(copied[0]):
+                self.events.journal.give_up(f"{error}; what was written of another model could not be removed again")
+            raise
 
     def _note(self, snapshot: Snapshot) -> None:
         self.last_snapshot = snapshot

@@ -122,6 +122,13 @@ class DataDir:
             log.warning("old snapshots stay", extra={"path": str(self._snapshots), "error": str(error)})
         return snapshot
 
+    def may_have(self, manifest: Manifest) -> bool:
+        """Tell whether a restart may find a snapshot that could not be written: its name could not be removed again."""
+        try:
+            return snapshots.name_of(manifest) in self.files.list(self._snapshots)
+        except OSError:
+            return True
+
     def lost_file(self) -> Path | None:
         """Return a file of the directory whose name stands for nothing, or for another file, by now; else ``None``.
 

@@ -43,9 +43,17 @@ class Snapshot:
             raise StorageError(f"cannot read {path}: {error}") from error
 
 
+def name_of(manifest: Manifest) -> str:
+    """Return the name of a snapshot's directory."""
+    return f"{manifest.segment:012d}-v{manifest.version}"
+
+
 def write(files: Files, directory: Path, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
-    """Write a snapshot; tensors are contiguous and on the host. Raises ``OSError``, and then nothing of it is left."""
-    path = directory / f"{manifest.segment:012d}-v{manifest.version}"
+    """Write a snapshot; tensors are contiguous and on the host.
+
+    Raises ``OSError``, and then nothing of it is left, unless the disk refuses to remove it too.
+    """
+    path = directory / name_of(manifest)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         files.make_directory(temporary)

@@ -14,6 +14,7 @@ from psservice.shard import lifecycle
 from psservice.shard.buffers_and_samples import exchange_buffers
 from psservice.shard.lifecycle import finish
 from psservice.shard.model_install import roll_back
+from psservice.storage.files import Files
 from tests.psservice.recovery.test_recovery import LAYOUT, Shard, after_a_crash, assert_same, begin, send
 from tests.psservice.service_makers import sparse_push
 from tests.psservice.shard_makers import ANNA, BERT, join, present, reason_of
@@ -39,6 +40,33 @@ def test_a_lease_that_could_not_be_written_down_is_not_granted(directory, monkey
         join(shard, LAYOUT, BERT)
         with Shard(after_a_crash(directory)) as again:
             assert_same(again, shard)
+
+
+def test_nothing_is_acknowledged_behind_a_snapshot_of_another_model_that_cannot_be_removed(directory, monkeypatch):
+    """A restart would begin with that snapshot, and could not apply what was pushed to the model before it."""
+    with Shard(directory) as shard:
+        begin(shard)
+        send(shard, 1, sparse_push(shard.span, 0.5, 1))
+        real = Files.rename
+
+        def sync(self, path):
+            if path.name == "snapshots":
+                raise OSError(5, "Input/output error")
+
+        def rename(self, path, to):
+            if to.name.startswith("."):
+                raise OSError(5, "Input/output error")
+            real(self, path, to)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Files, "sync", sync)
+            patched.setattr(Files, "rename", rename)
+            assert reason_of(roll_back, shard, 0, "") is ErrorCode.NOT_DURABLE
+        assert shard.model.version == 1
+        assert reason_of(send, shard, 2, sparse_push(shard.span, 0.5, 2)) is ErrorCode.NOT_DURABLE
+        assert shard.durability.is_broken
+        with Shard(after_a_crash(directory)) as again:
+            assert again.model.version == 0  # the model of the snapshot that stayed
 
 
 def test_buffers_that_meet_a_rollback_go_nowhere(directory, monkeypatch):
