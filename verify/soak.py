@@ -27,10 +27,10 @@ from benchmarks.harness.progress import Progress
 from benchmarks.harness.section import Plot
 from verify.cluster.servers import Servers, end_on_sigterm
 from verify.traffic.team import Team, Trainer
-from verify.validate.process_samples import Sample, Trend, look, trend
+from verify.validate.process_samples import LEAST_POINTS, Sample, Trend, look, trend
 
-_SAMPLE_SECONDS, _WINDOW_SECONDS = 1.0, 5.0
-_VISIT_SECONDS = 12.0
+_SAMPLE_SECONDS, _WINDOW_SECONDS, _VISIT_SECONDS = 1.0, 5.0, 12.0  # less in a soak of under a minute and a half
+_LEAST_SAMPLES, _LEAST_WINDOWS, _LEAST_VISITS = 30, 18, 4
 _SNAPSHOT_SECONDS, _LEASE_SECONDS = 10.0, 5.0
 _START_SECONDS = 120.0
 _WARM_UP_SHARE = 0.25
@@ -51,6 +51,9 @@ class Soak:
     def __init__(self, minutes: float, workers: int, hidden: int, pause: float, directory: Path) -> None:
         self._seconds, self._workers, self._hidden, self._pause = 60 * minutes, workers, hidden, pause
         self._directory = directory
+        self._sample_seconds = min(_SAMPLE_SECONDS, self._seconds / _LEAST_SAMPLES)
+        self._window_seconds = min(_WINDOW_SECONDS, self._seconds / _LEAST_WINDOWS)
+        self._visit_seconds = min(_VISIT_SECONDS, self._seconds / _LEAST_VISITS)
         self.samples: list[Sample] = []
         self.latencies: list[tuple[float, float, float]] = []
         """Seconds since the beginning, median and 99th percentile of that window, milliseconds."""
@@ -58,7 +61,7 @@ class Soak:
         self.failures: list[str] = []
 
     def run(self, progress: Progress) -> None:
-        """Sample until the time is over."""
+        """Sample until the time is over, and there is enough to judge; longer only while all trainers live."""
         data = self._directory / "data"
         self._directory.mkdir(parents=True)
         servers = Servers(
@@ -90,18 +93,24 @@ class Soak:
         clock, began = threading.Event(), time.monotonic()
         visitor, arrived, window = team.begin(overlap=False), began, began
         try:
-            while (now := time.monotonic()) < began + self._seconds:
+            while not self._is_over((now := time.monotonic()) - began, team.living):
                 self.samples.append(look(servers.pid(0), data, now - began))
-                if now - window >= _WINDOW_SECONDS:
+                if now - window >= self._window_seconds:
                     self._close_window(team.living, window, began)
                     window = now
                     progress.say(f"{now - began:.0f} of {self._seconds:.0f} s")
-                if now - arrived >= _VISIT_SECONDS:
+                if now - arrived >= self._visit_seconds:
                     self._end_visit(visitor)
                     visitor, arrived = team.begin(overlap=sum(self.visits.values()) % 4 > 1), now
-                clock.wait(_SAMPLE_SECONDS)
+                clock.wait(self._sample_seconds)
         finally:
             visitor.kill()
+
+    def _is_over(self, seconds: float, trainers: Sequence[Trainer]) -> bool:
+        if seconds < self._seconds:
+            return False
+        counted = [since for since, _, _ in self.latencies if since >= _WARM_UP_SHARE * self._seconds]
+        return len(counted) >= LEAST_POINTS or any(trainer.process.poll() is not None for trainer in trainers)
 
     def _end_visit(self, visitor: Trainer) -> None:
         if sum(self.visits.values()) % 2:
@@ -123,22 +132,28 @@ class Soak:
             self.latencies.append((since - began, float(median), float(high)))
 
     def trends(self) -> list[Trend]:
-        """Judge every curve."""
-        warm_up = _WARM_UP_SHARE * self._seconds
+        """Judge every curve; one that has too few points to be judged is a failure."""
         memory = [(sample.seconds, sample.memory_bytes / _MIB) for sample in self.samples]
         threads = [(sample.seconds, float(sample.threads)) for sample in self.samples]
         files = [(sample.seconds, float(sample.descriptors)) for sample in self.samples]
         disk = [(sample.seconds, sample.disk_bytes / _MIB) for sample in self.samples]
         median = [(seconds, ms) for seconds, ms, _ in self.latencies]
         high = [(seconds, ms) for seconds, _, ms in self.latencies]
-        return [
-            trend("memory", "MiB", memory, share=0.03, least=4.0, warm_up=warm_up),
-            trend("threads", "", threads, share=0.0, least=2.0, warm_up=warm_up),
-            trend("file descriptors", "", files, share=0.0, least=3.0, warm_up=warm_up),
-            trend("data directory", "MiB", disk, share=0.25, least=2.0, warm_up=warm_up),
-            trend("push and pull, median", "ms", median, share=0.30, least=2.0, warm_up=warm_up),
-            trend("push and pull, 99th percentile", "ms", high, share=1.0, least=20.0, warm_up=warm_up),
-        ]
+        found = []
+        for name, unit, points, share, least in (
+            ("memory", "MiB", memory, 0.03, 4.0),
+            ("threads", "", threads, 0.0, 2.0),
+            ("file descriptors", "", files, 0.0, 3.0),
+            ("data directory", "MiB", disk, 0.25, 2.0),
+            ("push and pull, median", "ms", median, 0.30, 2.0),
+            ("push and pull, 99th percentile", "ms", high, 1.0, 20.0),
+        ):
+            warm_up = _WARM_UP_SHARE * self._seconds
+            try:
+                found.append(trend(name, unit, points, share=share, least=least, warm_up=warm_up))
+            except ValueError as error:
+                self.failures.append(str(error))
+        return found
 
     def drawings(self) -> list[Plot]:
         """Draw every curve."""
@@ -165,7 +180,7 @@ class Soak:
             ),
             plots.lines(
                 "Push and pull",
-                f"from the commit of a push until its reply is whole, over windows of {_WINDOW_SECONDS:.0f} s",
+                f"from the commit of a push until its reply is whole, over windows of {self._window_seconds:.2g} s",
                 ("seconds", "ms"),
                 [
                     plots.Line("median", [(s, ms) for s, ms, _ in self.latencies], marked=False),

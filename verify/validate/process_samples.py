@@ -8,6 +8,9 @@ import numpy as np
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
+LEAST_POINTS = 6
+"""Points of a curve after its warm-up, to judge it by."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -88,10 +91,10 @@ def trend(
         warm_up: seconds that do not count.
 
     Raises:
-        ValueError: fewer than six points are left.
+        ValueError: fewer than :data:`LEAST_POINTS` are left.
     """
     seconds, values = np.array([point for point in points if point[0] >= warm_up]).reshape(-1, 2).T
-    if len(values) < 6:
+    if len(values) < LEAST_POINTS:
         raise ValueError(f"{name}: {len(values)} points after {warm_up:.0f} s are too few to judge")
     third = len(values) // 3
     level = float(np.median(values[:third]))

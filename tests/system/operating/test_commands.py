@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from verify import soak
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -26,6 +30,18 @@ def test_a_comparison_of_two_methods_to_its_last_file(tmp_path):
     run("-m", "benchmarks.compare", "--quick", "--only", "quality", *few, "--output", str(tmp_path))
     assert json.loads((tmp_path / "compare.json").read_text())["failures"] == []
     assert {"compare-workers.png", "compare-bytes.png", "compare.md"} <= {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.timeout(400)  # a loaded machine starts a server and trainers in minutes
+def test_a_soak_of_seconds_judges_every_curve(tmp_path, capsys):
+    little = ["--minutes", "0.1", "--workers", "1", "--hidden", "16", "--output", str(tmp_path)]
+    status = soak.main(little)
+    found = json.loads((tmp_path / "soak.json").read_text())
+    assert found["failures"] == []
+    assert len(found["trends"]) == 6
+    assert status == (0 if found["flat"] else 1)
+    assert "<svg" in (tmp_path / "soak.html").read_text()
+    assert "written: " in capsys.readouterr().out
 
 
 def test_calls_of_the_whole_service_with_nearly_right_messages():
