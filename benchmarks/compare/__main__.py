@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--density", type=float, metavar="SHARE", help="of the entries that a sparse method sends")
     parser.add_argument("--output", type=Path, default=Path("runs/compare"), metavar="DIR", help="default: %(default)s")
     parser.add_argument(
-        "--page", type=Path, metavar="FILE", help="Markdown page to put the tables into, figures beside it"
+        "--page", type=guide.page, metavar="FILE", help="Markdown page to put the tables into, figures beside it"
     )
     return parser
 

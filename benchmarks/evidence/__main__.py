@@ -25,9 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     options = parser.parse_args(given)
-    for name, path in (("--page", options.page), ("--text", options.text)):
-        if path is not None and not path.is_file():
-            parser.error(f"{name}: there is no file {path}")
+    if options.text is not None and not options.text.is_file():
+        parser.error(f"--text: there is no file {options.text}")
     end_on_sigterm()  # as Ctrl-C does: what was started is stopped
     facts = machine.describe(given) | {"command": f"python -m benchmarks.evidence {shlex.join(given)}"}
     stages = _stages(options)
@@ -106,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output", type=Path, default=Path("runs/evidence"), metavar="DIR", help="default: %(default)s"
     )
-    parser.add_argument("--page", type=Path, metavar="FILE", help="Markdown page to put the tables into")
+    parser.add_argument("--page", type=guide.page, metavar="FILE", help="Markdown page to put the tables into")
     return parser
 
 

@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=0, help="torch threads (default: as OMP_NUM_THREADS says)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("runs/ldte"), metavar="DIR")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="a page to put tables and pictures into")
+    parser.add_argument("--page", type=guide.page, metavar="FILE", help="a page to put tables and pictures into")
     return parser
 
 

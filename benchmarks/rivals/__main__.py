@@ -28,10 +28,7 @@ _TARGETS, _QUICK_TARGETS = (2.3, 2.2, 2.1), (3.2,)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what the journal lacks, and report after each cell; 0 where nothing failed, 77 without namespaces."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = _parser()
-    options = parser.parse_args(given)
-    if options.page is not None and not options.page.is_file():
-        parser.error(f"--page: there is no file {options.page}")
+    options = _parser().parse_args(given)
     reason = None if options.report else lab.unavailable()
     if reason:
         print(f"benchmarks.rivals: {reason}", file=sys.stderr)
@@ -78,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--targets", nargs="+", type=float, metavar="NATS", help="test losses to reach")
     parser.add_argument("--report", action="store_true", help="report what the journal has, and run nothing")
     parser.add_argument("--output", type=Path, default=Path("runs/rivals"), metavar="DIR", help="default: %(default)s")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="Markdown page to put the tables into")
+    parser.add_argument("--page", type=guide.page, metavar="FILE", help="Markdown page to put the tables into")
     return parser
 
 

@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=0, help="of each real run; the medians count")
     parser.add_argument("--seed", type=int, default=0, help="of updates and simulations")
     parser.add_argument("--output", type=Path, default=Path("runs/scale"), metavar="DIR")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="a page to put tables and pictures into")
+    parser.add_argument("--page", type=guide.page, metavar="FILE", help="a page to put tables and pictures into")
     return parser
 
 

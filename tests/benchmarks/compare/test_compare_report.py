@@ -1,5 +1,6 @@
 """Tables, figures, JSON and the page, from results that were made up."""
 
+import importlib
 import json
 
 import pytest
@@ -85,3 +86,15 @@ def test_every_method_has_a_place_in_the_figures(tmp_path):
     made = campaign(tmp_path / "runs.jsonl", do=None)
     made.runs += [run(method, workers=1 if kind.kind == "single" else 4) for method, kind in METHODS.items()]
     assert len(figures.draw(tmp_path, entries(made.runs), [])) == 2
+
+
+@pytest.mark.parametrize("program", ["compare", "evidence", "ldte", "rivals", "scale"])
+def test_a_page_without_room_for_tables_is_refused_before_all_runs(program, tmp_path, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("no marks")
+    main = importlib.import_module(f"benchmarks.{program}.__main__").main
+    for path, reason in ((page, "needs one"), (tmp_path / "none.md", "there is no file")):
+        with pytest.raises(SystemExit):
+            main(["--output", str(tmp_path / "output"), "--page", str(path)])
+        assert reason in capsys.readouterr().err
+    assert not (tmp_path / "output").exists()
