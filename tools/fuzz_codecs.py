@@ -31,10 +31,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=60, help="how long (default: %(default)s)")
     parser.add_argument("--codec", default="", help="folder of the corpus to begin with, e.g. rice (default: all)")
     parser.add_argument("--keep", type=int, default=0, help="add at most so many new kinds of refusals to the corpus")
+    parser.add_argument("--output", type=Path, default=RUNS, metavar="DIR", help="default: runs/fuzz")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        return fuzz(arguments.codec, arguments.seconds)
+        return fuzz(arguments.codec, arguments.seconds, arguments.output)
     try:
         import atheris  # noqa: F401
     except ImportError:
@@ -42,14 +43,15 @@ def main() -> int:
             "atheris is missing: pip install -c constraints.txt -e '.[fuzz]' (see docs/wire-format.md)", file=sys.stderr
         )
         return 2
-    status = subprocess.run([sys.executable, "-m", "tools.fuzz_codecs", "--child", *sys.argv[1:]], cwd=ROOT).returncode
-    print(f"{report_findings()} findings in {RUNS / 'findings'}")
+    child = [sys.executable, "-m", "tools.fuzz_codecs", "--child", *sys.argv[1:]]
+    status = subprocess.run([*child, "--output", str(arguments.output.absolute())], cwd=ROOT).returncode
+    print(f"{report_findings(arguments.output)} findings in {arguments.output / 'findings'}")
     if arguments.keep:
-        keep(arguments.keep)
+        keep(arguments.keep, arguments.output)
     return status
 
 
-def fuzz(codec: str, seconds: int) -> int:
+def fuzz(codec: str, seconds: int, runs: Path) -> int:
     """Fuzz; libFuzzer ends the process."""
     import atheris
 
@@ -83,8 +85,8 @@ def fuzz(codec: str, seconds: int) -> int:
         outcome(chunk)
         decode_alike(chunk)
 
-    reached, beginning = RUNS / "reached" / (codec or "all"), RUNS / "seeds" / (codec or "all")
-    for folder in (reached, beginning, RUNS / "crashes"):
+    reached, beginning = runs / "reached" / (codec or "all"), runs / "seeds" / (codec or "all")
+    for folder in (reached, beginning, runs / "crashes"):
         folder.mkdir(parents=True, exist_ok=True)
     for chunk in seeds:
         data = chunk.SerializeToString()
@@ -92,7 +94,7 @@ def fuzz(codec: str, seconds: int) -> int:
         outcome(chunk)  # what is imported or compiled at the first use is not counted as an input's
         decode_alike(chunk)
     flags = [f"-max_total_time={seconds}", f"-max_len={MOST_BYTES}", f"-timeout={SECONDS_A_CHUNK}"]
-    flags += [f"-rss_limit_mb={MOST_MEMORY_MB}", f"-artifact_prefix={RUNS}/crashes/", "-print_final_stats=1"]
+    flags += [f"-rss_limit_mb={MOST_MEMORY_MB}", f"-artifact_prefix={runs}/crashes/", "-print_final_stats=1"]
     atheris.Setup([sys.argv[0], *flags, str(reached), str(beginning)], try_one, custom_mutator=mutated)
     import tracemalloc
 
@@ -101,21 +103,21 @@ def fuzz(codec: str, seconds: int) -> int:
     return 0
 
 
-def report_findings() -> int:
+def report_findings(runs: Path) -> int:
     """Write every input that failed as text; return their number."""
     from google.protobuf import text_format
 
     from pscore.wire.v1 import parameter_server_pb2 as pb
 
-    (RUNS / "findings").mkdir(parents=True, exist_ok=True)
-    found = sorted((RUNS / "crashes").glob("*"))
+    (runs / "findings").mkdir(parents=True, exist_ok=True)
+    found = sorted((runs / "crashes").glob("*"))
     for path in found:
         text = text_format.MessageToString(pb.Chunk.FromString(path.read_bytes()))
-        (RUNS / "findings" / f"{path.name}.textproto").write_text(text)
+        (runs / "findings" / f"{path.name}.textproto").write_text(text)
     return len(found)
 
 
-def keep(most: int) -> None:
+def keep(most: int, runs: Path) -> None:
     """Add the smallest inputs with refusals that no file of the corpus has to the corpus."""
     from pscore.wire.codecs.names import READABLE_INDEX_CODECS, READABLE_VALUE_CODECS
     from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -130,7 +132,7 @@ def keep(most: int) -> None:
         return re.sub(r"\d+", "#", refusal.detail)
 
     known = {kind(each.chunk) for each in corpus()} | {None}
-    for path in sorted((RUNS / "reached").glob("*/*"), key=lambda path: path.stat().st_size):
+    for path in sorted((runs / "reached").glob("*/*"), key=lambda path: path.stat().st_size):
         chunk = pb.Chunk.FromString(path.read_bytes())
         refusal, what = decode(chunk), kind(chunk)
         if refusal is None or what in known or not most:

@@ -11,6 +11,7 @@ from benchmarks.compare.execute import execute, most_seconds
 from benchmarks.compare.ledger import Ledger
 from benchmarks.compare.methods import METHODS
 from benchmarks.compare.spec import Spec
+from benchmarks.evidence import __main__ as program
 from benchmarks.evidence import curves, fashion, fetch, report, text
 from benchmarks.evidence.evidence import Evidence
 from benchmarks.evidence.stages import ASGD, FORMS, MAIN, QUICK, Entrant, Stage, full
@@ -114,6 +115,22 @@ def test_simulated_workers_are_equally_stale_and_train_alike_each_time():
     assert first.mean_staleness == pytest.approx(2, abs=0.2)
     assert [point[0] for point in first.curve] == [10, 20]
     assert first.curve[-1][1] == pytest.approx(first.up_bytes, rel=0.1)
+
+
+def test_the_program_runs_a_stage_to_its_last_file_and_reports_it_again(tmp_path, capsys):
+    stage = ["--only", "simulated", "--methods", "asgd", "rmsprop", "--seeds", "0", "--samples", "256"]
+    command = ["--quick", *stage, "--rate", "0.125", "--output", str(tmp_path)]
+    assert program.main(command) == 0
+    assert "**Python source, small transformer, simulated" in capsys.readouterr().out
+    journal = (tmp_path / "journal.jsonl").read_text()
+    assert journal.count("\n") == 3
+    reports = {"evidence.md", "evidence-text-tiny-simulated-4.png"}
+    assert {path.name for path in tmp_path.iterdir()} == reports | {"journal.jsonl"}
+    for name in reports:
+        (tmp_path / name).unlink()
+    assert program.main([*command, "--report"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == reports | {"journal.jsonl"}
+    assert (tmp_path / "journal.jsonl").read_text() == journal
 
 
 def test_a_simulated_run_that_the_machine_holds_up_trains_as_any_other(monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.compare.ledger import Ledger
 from benchmarks.harness import machine
 from benchmarks.network import lab
+from benchmarks.rivals import __main__ as rivals
 from benchmarks.rivals import report
 from benchmarks.rivals.campaign import Campaign, time_to
 from benchmarks.rivals.cells import Cell, cells, job_of, train
@@ -83,6 +84,29 @@ def test_a_rival_is_trained_once_and_timed_in_each_cell(tmp_path, network):
     count = len(done)
     Campaign(Ledger(tmp_path / "journal.jsonl"), Silent(), 4096, trained(done)).run([CELL])
     assert len(done) == count
+
+
+def test_the_program_writes_its_report_and_page_and_goes_on_from_its_journal(tmp_path, network, monkeypatch, capsys):
+    done, page = [], tmp_path / "page.md"
+    page.write_text("<!-- measured: begin -->\n<!-- measured: end -->\n")
+    monkeypatch.setattr(lab, "unavailable", lambda: "")
+    monkeypatch.setattr(rivals, "train", trained(done))
+    command = ["--quick", "--output", str(tmp_path / "output"), "--page", str(page)]
+    assert rivals.main(command) == 0
+    written = (tmp_path / "output" / "rivals.md").read_text()
+    assert "| 100 Mbit/s, 0 ms, all equal |" in written
+    assert "| 100 Mbit/s, 0 ms, all equal |" in page.read_text()
+    assert "| 100 Mbit/s, 0 ms, all equal |" in capsys.readouterr().out
+    count = len(done)
+    assert rivals.main(command) == rivals.main([*command, "--report"]) == 0
+    assert len(done) == count
+
+
+def test_without_namespaces_the_program_says_why_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(lab, "unavailable", lambda: "this needs root")
+    assert rivals.main(["--quick", "--output", str(tmp_path)]) == 77
+    assert "this needs root" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_cells_that_matter_most_come_first():

@@ -6,7 +6,8 @@ import pytest
 
 from benchmarks import report
 from benchmarks.harness.machine import describe
-from benchmarks.scale import sections, tables
+from benchmarks.scale import __main__ as scale
+from benchmarks.scale import check, sections, sweeps, tables
 from benchmarks.scale.check import Case, Row, replay
 from benchmarks.scale.client import Step
 from benchmarks.scale.real import Seen, summary
@@ -68,3 +69,21 @@ def test_steps_outside_of_the_window_are_not_counted():
     assert seen.steps == pytest.approx(1 + 1 / 3)
     assert seen.staleness == 1
     assert seen.server_cpu == pytest.approx(0.5 / seen.steps)
+
+
+@pytest.mark.timeout(400)  # a loaded machine starts a server and clients in minutes
+def test_the_program_writes_all_its_files(tmp_path, monkeypatch, capsys):
+    """With costs that are given, a grid of few points and one short real run."""
+    monkeypatch.setattr(sweeps, "QUICK", TINY)
+    monkeypatch.setattr(check, "QUICK", (Case("think", 100_000, 0.005, 1, 0.01, "exact", (1,)),))
+    costs, page, output = tmp_path / "costs.json", tmp_path / "page.md", tmp_path / "output"
+    costs.write_text(json.dumps({"costs": COSTS.plain(), "points": {"decode": [(1, 1.0)]}}))
+    page.write_text("<!-- measured: begin -->\n<!-- measured: end -->\n")
+    assert scale.main(["--quick", "--costs", str(costs), "--page", str(page), "--output", str(output)]) == 0
+    pictures = {f"scale-{name}.png" for name in ("speedup-0001", "staleness-0001", "out-0001", "server-cards")}
+    pictures |= {f"scale-{name}.png" for name in ("worker-cards", "compute", "modes")}
+    names = {path.name for path in output.iterdir()}
+    assert names >= pictures | {"costs.json", "report.html", "report.md", "report.json"}
+    assert {path.name for path in tmp_path.glob("*.png")} == {name for name in names if name.endswith(".png")}
+    assert "What saturates first" in page.read_text()
+    assert "written: " in capsys.readouterr().out
