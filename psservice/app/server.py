@@ -1,7 +1,6 @@
 """The server's process: ports, threads, start and a clean end."""
 
 import asyncio
-import json
 import logging
 import os
 import queue
@@ -19,6 +18,7 @@ from pscore.telemetry import tracing
 from pscore.telemetry.span import TracingError
 from pscore.version import __version__
 from psservice.app.maintenance import MaintenanceThread
+from psservice.app.ready import tell_ready
 from psservice.app.shared_health import SharedHealth
 from psservice.http.pages import application
 from psservice.http.server import WebServer
@@ -143,8 +143,7 @@ class Server:
             if address and not is_loopback(split_address(address)[0]):
                 log.warning("reachable beyond this machine, in plaintext", extra={name: address})
         if self.settings.ready_fd is not None:
-            with os.fdopen(self.settings.ready_fd, "w") as stream:
-                stream.write(json.dumps(addresses) + "\n")
+            tell_ready(self.settings.ready_fd, addresses)
         parent = self.settings.parent_pid
         while not self._is_asked_to_stop(_POLL_SECONDS if self._shared_health.all_count_all else _START_POLL_SECONDS):
             if parent is not None and os.getppid() != parent:

@@ -1,7 +1,6 @@
 """``psservice serve --shards N``: a process for each shard of one run, forked, watched, and ended together."""
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -11,6 +10,7 @@ import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from psservice.app.ready import tell_ready
 from psservice.app.shared_health import SharedHealth
 from psservice.rpc.ports import bind_port, hold_port
 from psservice.settings import ServerSettings, at_port, split_address
@@ -163,8 +163,7 @@ class ShardProcesses:
         }  # fmt: skip
         log.info("all shards serve", extra={**addresses, "shards": settings.shards})
         if self._ready_fd is not None:
-            with os.fdopen(self._ready_fd, "w") as stream:
-                stream.write(json.dumps(addresses) + "\n")
+            tell_ready(self._ready_fd, addresses)
             self._ready_fd = None
 
 

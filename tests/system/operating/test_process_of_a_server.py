@@ -32,9 +32,11 @@ def push(server):
 
 
 @contextlib.contextmanager
-def started(*flags, stderr=None, **options):
-    """Start a server; yield its process and a function that waits for its address."""
+def started(*flags, stderr=None, is_heard=True, **options):
+    """Start a server; yield its process and a function that waits for its address, which nobody can if not heard."""
     read_end, write_end = os.pipe()
+    if not is_heard:
+        os.close(read_end)
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     process = subprocess.Popen(
         [sys.executable, "-m", "psservice", "serve", *FLAGS, *flags, f"--ready-fd={write_end}"],
@@ -51,6 +53,16 @@ def started(*flags, stderr=None, **options):
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize(("shards", "word"), [((), "serving"), (("--shards=2",), "all shards serve")])
+def test_a_server_serves_although_nobody_reads_its_addresses(shards, word, tmp_path):
+    path = tmp_path / "log"
+    with path.open("w") as log, started("--log-level=info", *shards, stderr=log, is_heard=False) as (process, _):
+        wait_until(lambda: word in path.read_text())
+        process.terminate()
+        assert process.wait(SECONDS) == 0
+    assert "Traceback" not in path.read_text()
 
 
 def test_sighup_ends_no_server_and_has_files_read(tmp_path):
