@@ -77,6 +77,7 @@ def main():
             if optimizer.finished:
                 break
         scheduler.step()
+        optimizer.pull()
         accuracy = evaluate(model, test_loader, device)
         print(f"epoch {epoch + 1}: loss {loss.item():.3f}, test accuracy {accuracy:.2%}", flush=True)
         states = {"model": model, "optimizer": optimizer, "scheduler": scheduler}

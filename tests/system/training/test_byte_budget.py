@@ -46,7 +46,9 @@ def test_pushes_and_replies_keep_to_the_budget(method):
     dense = 4 * sum(parameter.numel() for parameter in model.parameters())
     with (
         LocalServer(2) as server,
-        kind(model.parameters(), model=model, server=server, settings=SETTINGS, budget=BUDGET, **options) as optimizer,
+        kind(
+            model.parameters(), model=model, server=server, worker="first", settings=SETTINGS, budget=BUDGET, **options
+        ) as optimizer,
     ):
         reports = train(model, optimizer, STEPS)[BEGINNING:]
         assert {report.reply_mode for report in reports} == {"topk"}
@@ -55,7 +57,9 @@ def test_pushes_and_replies_keep_to_the_budget(method):
             assert 0.8 * BUDGET < mean / dense < 1.1 * BUDGET, way
         optimizer.pull()
         other = make_model()
-        with kind(other.parameters(), model=other, server=server, settings=SETTINGS, budget=BUDGET, **options):
+        with kind(
+            other.parameters(), model=other, server=server, worker="second", settings=SETTINGS, budget=BUDGET, **options
+        ):
             for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
                 assert torch.equal(mine, theirs)
 
