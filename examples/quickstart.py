@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 if any(importlib.util.find_spec(name) is None for name in ("sklearn", "matplotlib")):
-    sys.exit("the quickstart needs scikit-learn and matplotlib: pip install 'sparseps[quickstart]'")
+    sys.exit("the quickstart needs scikit-learn and matplotlib: pip install -c constraints.txt '.[quickstart]'")
 
 import quickstart_display as display
 import torch

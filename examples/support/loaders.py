@@ -47,7 +47,8 @@ def choose(name: str | None) -> str:
         if name is None:
             return "torchvision"
         raise psclient.errors.ConfigurationError(
-            f"DALI cannot be imported ({error}): pip install 'sparseps[examples]', or take --loader torchvision"
+            f"DALI cannot be imported ({error}): pip install -c constraints.txt '.[examples]', "
+            "or take --loader torchvision"
         ) from error
     return "dali"
 

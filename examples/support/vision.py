@@ -21,7 +21,7 @@ def _declare_missing_operators() -> torch.library.Library | None:
     """Declare the operators that torchvision describes and cannot load; return what keeps the declarations alive."""
     found = importlib.util.find_spec("torchvision")
     if found is None or found.origin is None:
-        sys.exit("this example needs torchvision: pip install 'sparseps[examples]'")
+        sys.exit("this example needs torchvision: pip install -c constraints.txt '.[examples]'")
     package = Path(found.origin).parent
     library = next(package.glob("_C*.so"), None)
     try:
