@@ -7,13 +7,14 @@ power cut could undo.
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
 
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import sibling_generation
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.checkpoints import Checkpoints, new_id
 from psservice.model.parameters import ModelShard
 from psservice.recovery.capture import Capture, Content, DurableShard, capture
@@ -280,11 +281,18 @@ class Durability:
             return ""
         return self.checkpoints.told(self._shard.run.run_id, self.last_snapshot.manifest.checkpoint)
 
-    def on_checkpoint(self, announced: str) -> None:
-        """Take part in a checkpoint of shard 0's that a worker has announced; the thread of snapshots does the work."""
+    def on_checkpoint(self, announced: str, seen: Iterable[pb.ShardHistory]) -> None:
+        """Take part in a checkpoint of shard 0's that a worker has announced; the thread of snapshots does the work.
+
+        ``seen`` is what the worker has pulled of each shard.
+        """
         shard, model = self._shard, self._shard.model
-        follows = self._dir is not None and announced and not shard.is_coordinator
-        if follows and model is not None and self.checkpoints.hear(shard.run.run_id, model.generation, announced):
+        if self._dir is None or shard.is_coordinator or model is None:
+            return
+        for history in seen:
+            if history.shard_index == 0:
+                self.checkpoints.hear_of_shard_0(history)
+        if announced and self.checkpoints.hear(shard.run.run_id, model.generation, announced):
             self._wake.set()
 
     # Snapshots

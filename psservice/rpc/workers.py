@@ -106,7 +106,7 @@ class WorkerCalls:
         identity = self._identity(request.identity)
         member = shard.leases.require(identity)
         shard.uploads.note_progress(identity, request.uploaded)
-        shard.durability.on_checkpoint(request.checkpoint)
+        shard.durability.on_checkpoint(request.checkpoint, request.shards)
         hear_of_shards(shard, request.shards)
         return pb.RenewLeaseResponse(
             checkpoint=shard.durability.announced_checkpoint(),

@@ -58,6 +58,16 @@ class Run:
         written = [message for each in records if each.kind == Kind.KNOWN for message in messages_in(each.body)]
         return any(pb.ShardHistory.FromString(message).version == version for message in written)
 
+    def checkpoint(self):
+        """Take one checkpoint over both shards; return its id."""
+        drawn = call(self.server.addresses[0], "TakeSnapshot", pb.TakeSnapshotRequest(), 10).checkpoint
+        call(self.server.addresses[1], "TakeSnapshot", pb.TakeSnapshotRequest(checkpoint=drawn), 10)
+        return drawn
+
+    def checkpoints(self, shard):
+        listed = call(self.server.addresses[shard], "ListCheckpoints", pb.ListCheckpointsRequest(), 10)
+        return [each.checkpoint for each in listed.checkpoints]
+
     def stop(self):
         for process in self.server.processes:
             process.send_signal(signal.SIGKILL)
@@ -226,3 +236,25 @@ def test_one_lost_shard_and_a_named_checkpoint_take_all_shards_to_one_moment(run
     assert LOST not in capsys.readouterr().out
     run.join("second")
     run.train_until_known()
+
+
+@pytest.mark.parametrize("directory", ["an older copy", "empty"])
+def test_a_shard_that_was_replaced_takes_no_part_in_a_checkpoint_that_was_announced_before(directory, run, tmp_path):
+    run.train_until_known()
+    shutil.copytree(run.data, tmp_path / "older")
+    run.train_until_known()
+    before = run.checkpoint()
+    run.train_until_known()
+    run.server.processes[1].kill()
+    run.server.processes[1].wait()
+    shutil.rmtree(run.data / "shard-1-of-2")
+    if directory == "an older copy":
+        shutil.copytree(tmp_path / "older" / "shard-1-of-2", run.data / "shard-1-of-2")
+    run.server._settings["recover"] = "last-good"
+    run.server.restart(1)
+    run.train()
+    version = run.status(0).version
+    wait_until(lambda: run.knows(1, version))  # by a renewal, which carried that checkpoint too
+    after = call(run.server.addresses[0], "TakeSnapshot", pb.TakeSnapshotRequest(), 10).checkpoint
+    wait_until(lambda: after in run.checkpoints(1))
+    assert before not in run.checkpoints(1)
