@@ -123,7 +123,7 @@ def checkpoints(clients: ShardClients, options: Namespace) -> int:
         print(json.dumps({"checkpoints": rows, "failed": failed}, indent=2))
     elif rows:
         columns = (
-            render.Column("checkpoint", lambda row: render.cell(row["checkpoint"] or "(of one shard alone)"), True),
+            render.Column("checkpoint", lambda row: render.cell(row["checkpoint"] or _of_one(row)), True),
             render.Column("version", lambda row: render.range_of([*row["versions"].values()])),
             render.Column("taken", lambda row: f"{max(0.0, time.time() - row['created_unix_seconds']):,.0f} s ago"),
             render.Column("size", lambda row: human_bytes(row["bytes"])),
@@ -232,6 +232,11 @@ def _checkpoint_plain(by_shard: dict[int, pb.CheckpointStatus]) -> dict[str, Any
         "created_unix_seconds": max(each.created_unix_seconds for each in by_shard.values()),
         "bytes": sum(each.bytes for each in by_shard.values()),
     }
+
+
+def _of_one(row: dict[str, Any]) -> str:
+    (index,) = row["versions"]
+    return f"(of shard {index} alone)"
 
 
 def _missing(row: dict[str, Any], indices: Iterable[int]) -> Text:

@@ -214,7 +214,9 @@ class Durability:
                     checkpoint = last.manifest.checkpoint if last else ""
                     self._write(self._copy(self._shard.content(), checkpoint), clean=True)
         except (StorageError, Rejected) as error:
-            log.error("no snapshot at the end; the journal has everything", extra={"error": str(error)})
+            is_there = self._dir is not None and not self._is_lost and self._dir.lost_file() is None
+            rest = "; the journal has everything" if self.events.journal is not None and is_there else ""
+            log.error(f"no snapshot at the end{rest}", extra={"error": str(error)})
         self.abandon()
 
     # What operators ask for

@@ -147,6 +147,14 @@ def test_a_checkpoint_that_is_missing_is_answered_with_those_that_are_there(shar
     assert "psservice checkpoints" in printed.err
 
 
+def test_a_snapshot_of_one_shard_is_listed_with_the_shards_index(shards, capsys):
+    server, *_ = shards
+    call(server.addresses[1], "TakeSnapshot", pb.TakeSnapshotRequest(), 10)
+    code, printed = run(capsys, "checkpoints", server.server)
+    assert code == 0
+    assert "(of shard 1 alone)" in printed.out
+
+
 def test_drain_and_stop_leaves_one_snapshot_of_its_version(tmp_path, capsys):
     with LocalServer(data_dir=tmp_path) as server:
         model = make_model(batch_norm=False)

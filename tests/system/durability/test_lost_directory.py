@@ -38,6 +38,7 @@ def test_a_directory_that_is_removed_is_told_of_and_pushes_are_refused(gone, tmp
                 step(optimizer, w)
     lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
     assert [line for line in lines if line["level"] == "ERROR" and str(data) in json.dumps(line)]
+    assert "the journal has everything" not in log.read_text()
 
 
 def test_without_a_journal_too(tmp_path):
