@@ -100,14 +100,23 @@ def busy(call):
 # Stalled
 
 
+def pushed(worker):
+    """Push; again if other load has kept this process from sending until the server took it for stalled, too."""
+    while True:
+        try:
+            return worker.push([1], [1.0])
+        except grpc.RpcError as error:
+            if error.details() != "the call was cut: idle_request":
+                raise
+
+
 @pytest.mark.parametrize("rpc", ["PushSparse", "UploadModel", "ExchangeBuffers", "Join", "GetStatus", "PullDiff"])
 def test_more_streams_than_threads_that_send_nothing_hold_no_thread(start, rpc):
     server = start(stream_idle_seconds=IDLE)
     worker = joined(server)
     calls = [stalled_stream(worker, rpc) for _ in range(10)]
-    answer = worker.push([1], [1.0])  # waits in the queue until threads are free
-    assert answer.version == 1
-    wait_until(lambda: cut(server, rpc, "idle_request") == 10)
+    assert pushed(worker).version == 1  # waits in the queue until threads are free
+    wait_until(lambda: cut(server, rpc, "idle_request") >= 10)
     for call, stream in calls:
         stream.done.set()
         assert call.exception(TIMEOUT).code() is grpc.StatusCode.CANCELLED
@@ -122,7 +131,7 @@ def test_a_push_that_stops_in_the_middle_is_dropped_and_its_bytes_are_free(start
     wait_until(lambda: in_flight(server) == 0)
     stream.done.set()
     assert call.exception(TIMEOUT).code() is grpc.StatusCode.CANCELLED
-    assert worker.push([1], [1.0]).version == 1  # the same step, whole
+    assert pushed(worker).version == 1  # the same step, whole
 
 
 @pytest.mark.parametrize("rpc", ["DownloadModel", "PullDiff"])
@@ -134,7 +143,7 @@ def test_answers_that_are_not_read_hold_no_thread(start, rpc, tmp_path):
     pull = pb.PullDiffRequest(identity=worker.identity, generation=worker.generation)
     request = iter([pull]) if rpc == "PullDiff" else pb.DownloadModelRequest()
     calls = [getattr(worker.stub, rpc)(request, timeout=TIMEOUT) for _ in range(6)]
-    assert worker.push([1], [1.0]).version == 1
+    assert pushed(worker).version == 1
     wait_until(lambda: not server._dispatcher.open_calls)  # cut, or gone wholly into the connection's own buffers
     for call in calls:
         call.cancel()
@@ -156,7 +165,7 @@ def test_a_stream_that_dawdles_ends_at_last(start):
     wait_until(lambda: cut(server, "PushSparse", "too_long") == 1)
     done.set()
     assert call.exception(TIMEOUT).code() is grpc.StatusCode.CANCELLED
-    assert worker.push([1], [1.0]).version == 1
+    assert pushed(worker).version == 1
 
 
 def test_one_message_is_asked_for_where_one_is_due(start):
@@ -250,7 +259,7 @@ def test_a_horde_of_tiny_chunks_is_refused(start):
         next(worker.stub.PushSparse(horde(), timeout=TIMEOUT))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     wait_until(lambda: in_flight(server) == 0)
-    assert worker.push([1], [1.0]).version == 1
+    assert pushed(worker).version == 1
 
 
 def test_workers_train_however_small_the_limits_are(start):
