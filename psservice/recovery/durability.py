@@ -107,6 +107,12 @@ class Durability:
         source = data_dir.source()
         if source is None:
             log.info("the data directory is empty", extra={"path": str(data_dir.path)})
+            for path in data_dir.foreign():
+                log.warning(
+                    "the data directory holds no model, but this, which no server has put there; if it is of a backup, "
+                    "stop the server and put the backup's `snapshots` into the data directory itself",
+                    extra={"path": str(path)},
+                )
             self.events.journal = data_dir.begin(is_served=True)
             return
         source, replayer = self._replay(data_dir, source)

@@ -62,6 +62,12 @@ class DataDir:
         strict = self._settings.recover == "strict"
         return newest_source(self.path, self.files, strict=strict, repair=True, unfit=unfit)
 
+    def foreign(self) -> list[Path]:
+        """Return what is in the directory and is neither a server's nor the file system's."""
+        known = (LOCK_NAME, self._snapshots.name, self._journals.name, "lost+found")
+        names = self.files.list(self.path)
+        return [self.path / name for name in names if name not in known and not name.startswith(".")]
+
     def begin(self, *, is_served: bool) -> Journal | None:
         """Begin to append, in a new segment of the journal, if one is kept; raises :class:`StorageError`.
 
