@@ -15,7 +15,7 @@ from psclient.errors import ConfigurationError
 from pscore.config import LayeredSettings, setting
 from pscore.net.addresses import AddressError, expand
 from pscore.net.channels import Security
-from pscore.select import DEFAULT_DENSE_BELOW, DEFAULT_SELECTOR, SELECTORS
+from pscore.selection import DEFAULT_DENSE_BELOW, DEFAULT_SELECTOR, SELECTORS
 from pscore.units import LONGEST_SECONDS
 from pscore.wire.codecs.names import INDEX_CODECS, VALUE_CODECS
 

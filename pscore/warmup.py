@@ -4,7 +4,7 @@ import torch
 
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
-from pscore.select.kernels import kernels_for
+from pscore.selection.kernels import kernels_for
 from pscore.wire.codecs.names import INDEX_CODECS, VALUE_CODECS
 from pscore.wire.frames import WireForm, decode, encode
 

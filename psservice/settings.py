@@ -13,7 +13,7 @@ from pydantic_settings import CliSettingsSource, SettingsConfigDict
 from pscore.config import LayeredSettings, setting, unknown_setting
 from pscore.names import LONGEST_NAME, model_file_fault
 from pscore.net.channels import is_loopback
-from pscore.select import DEFAULT_DENSE_BELOW, DEFAULT_SELECTOR, SELECTORS
+from pscore.selection import DEFAULT_DENSE_BELOW, DEFAULT_SELECTOR, SELECTORS
 from pscore.units import LONGEST_SECONDS
 from pscore.wire.codecs.names import VALUE_CODECS
 from pscore.wire.frames import DEFAULT_CHUNK_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES

@@ -17,7 +17,7 @@ ROOMS = {
         ["__init__", "warmup"],
         ["net"],
         ["wire"],
-        ["model", "select", "telemetry"],
+        ["model", "selection", "telemetry"],
         ["config", "jit", "pointers"],
         ["names", "streams", "units", "version"],
     ],

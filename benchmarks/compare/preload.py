@@ -19,7 +19,7 @@ from psclient.model.replica import Replica
 from psclient.optim.dgs import DGS
 from psclient.report import StepReport
 from psclient.settings import resolve
-from pscore.select import DEFAULT_SELECTOR, SELECTORS
+from pscore.selection import DEFAULT_SELECTOR, SELECTORS
 from pscore.warmup import warm_up
 
 _SIZE = 1 << 15

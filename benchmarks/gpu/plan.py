@@ -23,7 +23,7 @@ STEPS = (
         4,
         (
             *_PYTEST,
-            "tests/pscore/select/test_device_segments.py",
+            "tests/pscore/selection/test_device_segments.py",
             "tests/psclient/compress/test_device_table.py",
             "tests/psclient/model/test_replica_on_device.py",
             "tests/psservice/model/test_topk_on_device.py",

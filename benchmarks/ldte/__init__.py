@@ -17,7 +17,7 @@ from benchmarks.ldte.capture import DENSITY, MOMENTUM, RATE
 from benchmarks.ldte.runs import Job, Result
 from benchmarks.ldte.runs import run as run_job
 from benchmarks.ldte.speed import MERGED, OURS, TOPK
-from pscore.select import DEFAULT_DENSE_BELOW
+from pscore.selection import DEFAULT_DENSE_BELOW
 
 KEY, TITLE = "ldte", "Laplace thresholds (LDTE-BS) on captured gradients"
 

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from pscore.select import DEFAULT_DENSE_BELOW, SelectorState, entries_for
-from pscore.select.base import take_all
-from pscore.select.inputs import Memory
-from pscore.select.kernels.base import GradientUpdate
-from pscore.select.warm import warm
+from pscore.selection import DEFAULT_DENSE_BELOW, SelectorState, entries_for
+from pscore.selection.base import take_all
+from pscore.selection.inputs import Memory
+from pscore.selection.kernels.base import GradientUpdate
+from pscore.selection.warm import warm
 
 _EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 RATE, MOMENTUM, WEIGHT_DECAY, DENSITY = 0.05, 0.7, 5e-4, 0.01

@@ -10,7 +10,7 @@ import torch
 from benchmarks.ldte.capture import Moment
 from benchmarks.ldte.fits import Laplace, Normal, wasserstein
 from benchmarks.ldte.published import search
-from pscore.select import DEFAULT_DENSE_BELOW, entries_for
+from pscore.selection import DEFAULT_DENSE_BELOW, entries_for
 
 DENSITIES = (0.01, 0.001)
 ALL = ""
@@ -71,7 +71,7 @@ class Finding:
 
 
 def examine(moment: Moment) -> list[Finding]:
-    """Examine every tensor of :data:`~pscore.select.DEFAULT_DENSE_BELOW` elements or more, and all together.
+    """Examine every tensor of :data:`~pscore.selection.DEFAULT_DENSE_BELOW` elements or more, and all together.
 
     A vector without two different numbers has no distribution, and is left out.
     """

@@ -9,9 +9,9 @@ import torch
 from benchmarks.harness.timing import Case, Rounds, Stat, Stopwatch, interleave, ratio
 from benchmarks.ldte import published
 from benchmarks.ldte.capture import MOMENTUM, RATE, Moment
-from pscore.select import DEFAULT_DENSE_BELOW, SELECTORS, SelectorState, entries_for
-from pscore.select.inputs import Memory
-from pscore.select.kernels.base import GradientUpdate
+from pscore.selection import DEFAULT_DENSE_BELOW, SELECTORS, SelectorState, entries_for
+from pscore.selection.inputs import Memory
+from pscore.selection.kernels.base import GradientUpdate
 
 TOPK, LDTE = "torch.topk", "LDTE-BS"
 PLAIN: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {

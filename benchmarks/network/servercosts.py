@@ -13,7 +13,7 @@ from benchmarks.workload.layouts import noise_push
 from benchmarks.workload.shard_server import InProcessShard
 from pscore.model.layout import ModelLayout
 from pscore.model.sparse_slice import SparseSlice
-from pscore.select import DEFAULT_DENSE_BELOW
+from pscore.selection import DEFAULT_DENSE_BELOW
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model.reply_session import Reply
 

@@ -22,7 +22,7 @@ from benchmarks.workload.layouts import noise_push, one_tensor
 from benchmarks.workload.shard_server import InProcessShard
 from pscore.model.layout import ModelLayout
 from pscore.model.sparse_slice import SparseSlice
-from pscore.select import DEFAULT_SELECTOR, SELECTORS
+from pscore.selection import DEFAULT_SELECTOR, SELECTORS
 from pscore.wire import frames
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model import reply_loops

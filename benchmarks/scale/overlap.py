@@ -13,7 +13,7 @@ from torch import nn
 from benchmarks.peers.task import batches
 from benchmarks.workload.captured import Run, convnet, push
 from psclient.compress.method import State
-from pscore.select import DEFAULT_SELECTOR, SELECTORS
+from pscore.selection import DEFAULT_SELECTOR, SELECTORS
 
 WINDOWS = (2, 4, 8, 16)
 _RATE, _DENSE_BELOW, _WARM = 0.05, 4096, 0.5

@@ -13,7 +13,7 @@ from benchmarks.harness.timing import Rounds, Stat, ratio
 from benchmarks.workload.layouts import noise_push, small_llama
 from benchmarks.workload.synthetic import Noise, SyntheticModel
 from psclient.optim.base import ParameterServerOptimizer
-from pscore.select import DEFAULT_DENSE_BELOW
+from pscore.selection import DEFAULT_DENSE_BELOW
 
 KEY, TITLE = "client", "Where a worker's step() spends its time"
 

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from benchmarks.harness.section import Section, Table
-from pscore.select import entries_for
-from pscore.select.base import SelectorState
-from pscore.select.device import DeviceSegments
-from pscore.select.kernels import device_kernels
+from pscore.selection import entries_for
+from pscore.selection.base import SelectorState
+from pscore.selection.cuda import device_kernels
+from pscore.selection.cuda.segments import DeviceSegments
 
 DEVICE = torch.device("cuda")
 

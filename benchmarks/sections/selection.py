@@ -10,9 +10,9 @@ from benchmarks.harness.section import Plan, Plot, Section, Table
 from benchmarks.harness.timing import Case, Stat, Stopwatch, interleave, ratio
 from benchmarks.sections import cuda_selection
 from benchmarks.workload import captured
-from pscore.select import SELECTORS, TOLERANCE, SelectorState, entries_for
-from pscore.select.inputs import Memory
-from pscore.select.kernels.base import GradientUpdate
+from pscore.selection import SELECTORS, TOLERANCE, SelectorState, entries_for
+from pscore.selection.inputs import Memory
+from pscore.selection.kernels.base import GradientUpdate
 
 KEY, TITLE = "selection", "Accumulating and selecting"
 

@@ -12,7 +12,7 @@ from benchmarks.harness.timing import Case, Rounds, Stat, Stopwatch, interleave,
 from benchmarks.sections.wire import OTHER_PUSHES
 from benchmarks.workload.layouts import noise_push
 from benchmarks.workload.shard_server import InProcessShard
-from pscore.select import DEFAULT_DENSE_BELOW
+from pscore.selection import DEFAULT_DENSE_BELOW
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 KEY, TITLE = "server", "What the server does with a push and a pull"

@@ -12,7 +12,7 @@ from benchmarks.harness.section import Plan, Section, Table
 from benchmarks.workload.layouts import noise_push
 from benchmarks.workload.shard_server import InProcessShard
 from pscore.model.buffers import is_exchanged, packed_bytes
-from pscore.select import DEFAULT_DENSE_BELOW
+from pscore.selection import DEFAULT_DENSE_BELOW
 from pscore.wire import frames
 
 KEY, TITLE = "wire", "Bytes a step on the wire, against dense fp32"

@@ -15,7 +15,7 @@ import pscore
 _MODULES = {
     "pscore.model.sparse_slice": "pscore.segment",
     "pscore.model": "pscore",
-    "pscore.select": "pscore.selectors",
+    "pscore.selection": "pscore.selectors",
     "pscore.wire": "pscore",
 }
 

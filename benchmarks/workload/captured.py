@@ -9,10 +9,10 @@ from torch import nn
 
 from benchmarks.peers.task import batches, make_model
 from psclient.compress.method import State
-from pscore.select import SELECTORS, Selector, entries_for
-from pscore.select.base import take_all
-from pscore.select.inputs import Memory
-from pscore.select.kernels.base import GradientUpdate
+from pscore.selection import SELECTORS, Selector, entries_for
+from pscore.selection.base import take_all
+from pscore.selection.inputs import Memory
+from pscore.selection.kernels.base import GradientUpdate
 
 _RATE, _MOMENTUM = 0.05, 0.7
 _DROPS = (0.5, 0.8)

@@ -8,7 +8,7 @@ import torch
 from psclient.settings import ClientSettings
 from pscore.model.layout import ModelLayout, Span, TensorSpec
 from pscore.model.sparse_slice import SparseSlice
-from pscore.select import entries_for
+from pscore.selection import entries_for
 
 GROUP_ELEMENTS: int = ClientSettings.model_fields["bucket_bytes"].default // 4  # of fp32
 """About how many elements a worker sends as one group."""

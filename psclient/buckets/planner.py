@@ -17,7 +17,7 @@ from psclient.buckets.plan import BucketPlan, PlannedGroup
 from psclient.buckets.trace import Trace
 from psclient.settings import ClientSettings
 from pscore.model.layout import ModelLayout
-from pscore.select import entries_for
+from pscore.selection import entries_for
 
 log = logging.getLogger("psclient")
 

@@ -6,9 +6,10 @@ from typing import Literal
 
 import torch
 
-from pscore.select import Selector
-from pscore.select.kernels import COMPILED_FROM, device_kernels
-from pscore.select.kernels.cuda import DeviceKernels
+from pscore.selection import Selector
+from pscore.selection.cuda import device_kernels
+from pscore.selection.cuda.launches import DeviceKernels
+from pscore.selection.kernels import COMPILED_FROM
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,9 @@ from psclient.model.scatter import scatter
 from psclient.report import StepReport
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
-from pscore.select.kernels.cuda import TARGET
-from pscore.select.kernels.segments import Integers
-from pscore.select.warm import warm
+from pscore.selection.cuda.launches import TARGET
+from pscore.selection.host.segments import Integers
+from pscore.selection.warm import warm
 
 _MOST_SETS = 16  # of all tensors, whose tables are kept; which tensors have a gradient may differ from step to step
 

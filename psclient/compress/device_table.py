@@ -12,8 +12,8 @@ from psclient.compress.table import Filled, Places, Rule, Sent
 from psclient.report import StepReport
 from pscore.model.layout import ModelLayout
 from pscore.model.sparse_slice import SparseSlice
-from pscore.select.device import DeviceSegments
-from pscore.select.kernels.cuda import DeviceKernels
+from pscore.selection.cuda.launches import DeviceKernels
+from pscore.selection.cuda.segments import DeviceSegments
 
 _ADDRESSES = ("memory", "momentum", "gradient", "parameters")
 

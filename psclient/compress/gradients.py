@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pscore.select.kernels.segments import KINDS, Integers
+from pscore.selection.host.segments import KINDS, Integers
 
 Scale = float | torch.Tensor
 """A factor for all gradients of a step. A tensor, of no dimension, is on their device, and nobody waits for it."""
@@ -25,7 +25,7 @@ class Gradients(dict[int, torch.Tensor]):
         addresses: int64 ``[m]``; 0 where no loop can read the tensor: not contiguous, another dtype, negated by torch's
             mark only.
         on_host: bool ``[m]``.
-        kinds: int8 ``[m]``, as in :data:`~pscore.select.kernels.segments.KINDS`; -1 for another dtype.
+        kinds: int8 ``[m]``, as in :data:`~pscore.selection.host.segments.KINDS`; -1 for another dtype.
         unsound: int32 on a device, not 0 where some norm is not finite; ``None`` where all gradients are known to be.
     """
 

@@ -9,7 +9,7 @@ import torch
 
 from psclient.compress.method import Group
 from psclient.errors import HyperparameterError
-from pscore.select.kernels.segments import Integers
+from pscore.selection.host.segments import Integers
 
 log = logging.getLogger("psclient")
 

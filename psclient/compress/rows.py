@@ -1,6 +1,6 @@
 """Updates carried out tensor by tensor: for small models, and for selectors of one tensor or a group.
 
-:class:`pscore.select.inputs.Memory` adds and selects in one pass over the memory.
+:class:`pscore.selection.inputs.Memory` adds and selects in one pass over the memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ from psclient.compress.method import Recurrence, State
 from psclient.report import StepReport
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
-from pscore.select import SelectorState, entries_for
-from pscore.select.base import take_all
-from pscore.select.inputs import Joined, Memory
-from pscore.select.kernels.base import GradientUpdate, Taken
+from pscore.selection import SelectorState, entries_for
+from pscore.selection.base import take_all
+from pscore.selection.inputs import Joined, Memory
+from pscore.selection.kernels.base import GradientUpdate, Taken
 
 
 class Row(NamedTuple):

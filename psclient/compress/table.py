@@ -15,11 +15,11 @@ from psclient.compress.method import Recurrence
 from psclient.report import StepReport
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
-from pscore.select import SelectorState
-from pscore.select.inputs import Memory
-from pscore.select.kernels import segments
-from pscore.select.kernels.segments import KINDS, Integers, Passed, Reals
-from pscore.select.warm import ROOM, Corrected, correct, warm
+from pscore.selection import SelectorState
+from pscore.selection.host import segments
+from pscore.selection.host.segments import KINDS, Integers, Passed, Reals
+from pscore.selection.inputs import Memory
+from pscore.selection.warm import ROOM, Corrected, correct, warm
 
 _COEFFICIENTS = ("scale", "decay", "factor", "retain", "rate", "unit", "keep")
 _NOTHING = np.zeros(0, np.float32)
@@ -53,7 +53,7 @@ class Places(NamedTuple):
 
 
 class Filled:
-    """The rows of a table, of :data:`~pscore.select.kernels.segments.ROW` or more; filled anew in each step."""
+    """The rows of a table, of :data:`~pscore.selection.host.segments.ROW` or more; filled anew in each step."""
 
     def __init__(self, layout: ModelLayout, places: Places, rows: NDArray[Any]) -> None:
         self._positions: tuple[int, ...] = tuple(places.positions.tolist())

@@ -12,8 +12,8 @@ from psclient.compress.gradients import Gradients, norms
 from psclient.compress.groups import ParamGroups
 from psclient.errors import ConfigurationError, ModelChangedError, NonFiniteGradientError
 from psclient.model.module import TrainedModel, edits_of
-from pscore.select.kernels import COMPILED_FROM
-from pscore.select.kernels.segments import first_not_finite
+from pscore.selection.host.segments import first_not_finite
+from pscore.selection.kernels import COMPILED_FROM
 
 
 def gather(model: TrainedModel, groups: ParamGroups, positions: range) -> dict[int, torch.Tensor]:

@@ -31,7 +31,7 @@ from psclient.report import StepReport, Totals
 from psclient.rpc.channel import suppress_errors
 from psclient.rpc.cluster import Cluster
 from pscore.names import shown
-from pscore.select.kernels.cuda import UnsoundError
+from pscore.selection.cuda.launches import UnsoundError
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 log = logging.getLogger("psclient")

@@ -36,7 +36,7 @@ from psclient.settings import ClientSettings
 from pscore import jit
 from pscore.model.layout import ModelLayout
 from pscore.net import forks
-from pscore.select import SELECTORS
+from pscore.selection import SELECTORS
 from pscore.telemetry import tracing
 from pscore.telemetry.span import TracingError
 from pscore.wire.errors import ErrorCode

@@ -22,9 +22,10 @@ from psclient.model.module import edits_of
 from psclient.model.scatter import scatter
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
-from pscore.select.kernels import COMPILED_FROM, device_kernels
-from pscore.select.kernels.cuda import SCATTERED_BYTES, TARGET, DeviceKernels
-from pscore.select.kernels.segments import KINDS
+from pscore.selection.cuda import device_kernels
+from pscore.selection.cuda.launches import SCATTERED_BYTES, TARGET, DeviceKernels
+from pscore.selection.host.segments import KINDS
+from pscore.selection.kernels import COMPILED_FROM
 from pscore.wire.dense import bytes_of
 
 _BLOCK = 1 << 18  # elements that share a checksum of 32 bits

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from pscore.model.layout import ModelLayout
 from pscore.model.sparse_slice import SparseSlice
-from pscore.select.kernels.cuda import DeviceKernels
-from pscore.select.kernels.segments import Integers
+from pscore.selection.cuda.launches import DeviceKernels
+from pscore.selection.host.segments import Integers
 
 
 def scatter(
@@ -25,7 +25,7 @@ def scatter(
     Args:
         kernels: of the tensors' device.
         layout: of all tensors.
-        targets: of :data:`~pscore.select.kernels.cuda.TARGET`, by position; address 0: no entries for this tensor.
+        targets: of :data:`~pscore.selection.cuda.launches.TARGET`, by position; address 0: no entries for this tensor.
         segments: of spans of the layout, without common entries.
         adds: add in fp32 to a target's ``master``.
 

@@ -9,7 +9,7 @@ import torch
 
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
-from pscore.select.kernels.base import Taken
+from pscore.selection.kernels.base import Taken
 from pscore.telemetry.tracing import traced
 from pscore.wire import frames
 from pscore.wire.errors import ErrorCode, Rejected

@@ -24,14 +24,14 @@ import numpy.typing as npt
 import torch
 
 from pscore.model.layout import ModelLayout, Span
-from pscore.select import Selector, entries_for
-from pscore.select.base import nothing, take_all
-from pscore.select.device import CHANCE, DeviceSegments
-from pscore.select.inputs import Memory
-from pscore.select.kernels import device_kernels
-from pscore.select.kernels.base import Taken
-from pscore.select.kernels.cuda import TARGET, DeviceKernels
-from pscore.select.warm import deviation, warm
+from pscore.selection import Selector, entries_for
+from pscore.selection.base import nothing, take_all
+from pscore.selection.cuda import device_kernels
+from pscore.selection.cuda.launches import TARGET, DeviceKernels
+from pscore.selection.cuda.segments import CHANCE, DeviceSegments
+from pscore.selection.inputs import Memory
+from pscore.selection.kernels.base import Taken
+from pscore.selection.warm import deviation, warm
 from pscore.wire.budget import FEWEST_BYTES, bits_of, density_of, element_bits, most_whole
 from pscore.wire.codecs.values import VALUE_FORMATS
 from pscore.wire.errors import ErrorCode, Rejected

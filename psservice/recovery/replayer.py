@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice, merge
-from pscore.select.kernels.cuda import to_device
+from pscore.selection.cuda.launches import to_device
 from pscore.wire.errors import Rejected
 from pscore.wire.messages import kept_layout_from_message
 from pscore.wire.v1 import parameter_server_pb2 as pb

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from pscore.model.layout import ModelLayout, Span
-from pscore.select import SELECTORS
+from pscore.selection import SELECTORS
 from pscore.wire.codecs.names import VALUE_CODECS
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.apply_thread import ApplyThread

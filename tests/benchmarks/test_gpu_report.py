@@ -76,7 +76,7 @@ class Event:
 def test_the_table_of_selection_on_a_gpu_is_made(monkeypatch):
     """In Triton's interpreter, with a fake clock; where a GPU is, on that."""
     pytest.importorskip("triton")
-    from pscore.select.kernels.cuda import DeviceKernels
+    from pscore.selection.cuda.launches import DeviceKernels
 
     if not torch.cuda.is_available():
         host = torch.device("cpu")

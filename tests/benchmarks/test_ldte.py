@@ -21,7 +21,7 @@ from benchmarks.ldte.findings import ALL, examine
 from benchmarks.ldte.runs import Job, Result, read, run
 from benchmarks.ldte.speed import BY_TENSOR, LDTE, MERGED, TOPK, measure
 from benchmarks.workload.layouts import one_tensor
-from pscore.select import entries_for
+from pscore.selection import entries_for
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from psclient.optim.gradient_dropping import GradientDropping
 from psclient.report import StepReport
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
-from pscore.select import SELECTORS
+from pscore.selection import SELECTORS
 from pscore.wire.codecs.names import VALUE_CODECS
 from pscore.wire.codecs.values import VALUE_FORMATS
 

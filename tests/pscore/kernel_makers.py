@@ -3,10 +3,10 @@
 import numpy as np
 import torch
 
-from pscore.select.device import DeviceSegments
-from pscore.select.kernels import segments
-from pscore.select.kernels.cuda import DeviceKernels
-from pscore.select.kernels.segments import KINDS
+from pscore.selection.cuda.launches import DeviceKernels
+from pscore.selection.cuda.segments import DeviceSegments
+from pscore.selection.host import segments
+from pscore.selection.host.segments import KINDS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """A GPU where there is one; elsewhere the CPU, and Triton's interpreter (see tests/conftest.py)."""

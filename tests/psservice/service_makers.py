@@ -8,7 +8,7 @@ import torch
 from psclient.model.replica import Replica
 from pscore.model.layout import ModelLayout, Span, TensorSpec
 from pscore.model.sparse_slice import SparseSlice
-from pscore.select import SELECTORS
+from pscore.selection import SELECTORS
 from pscore.wire import frames
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.apply_thread import ApplyThread

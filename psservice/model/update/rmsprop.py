@@ -18,7 +18,7 @@ import torch
 from pscore.jit import compiled
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
-from pscore.select.kernels.segments import Integers, Reals
+from pscore.selection.host.segments import Integers, Reals
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.changelog import ChangedIndices, changed_by, is_compiled
 from psservice.model.update.base import (

@@ -4,8 +4,8 @@ import torch
 
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
-from pscore.select.kernels import kernels_for
-from pscore.select.kernels.base import is_large
+from pscore.selection.kernels import kernels_for
+from pscore.selection.kernels.base import is_large
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.changelog import ChangedIndices, changed_by
 from psservice.model.update.base import PLAIN, PushContext, UpdateRule

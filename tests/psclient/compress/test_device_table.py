@@ -21,8 +21,8 @@ from psclient.optim.gradient_dropping import GradientDropping
 from psclient.report import StepReport
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
-from pscore.select.kernels import cuda
-from pscore.select.kernels.cuda import DeviceKernels, UnsoundError
+from pscore.selection.cuda import launches as cuda
+from pscore.selection.cuda.launches import DeviceKernels, UnsoundError
 from tests.psclient.compress.test_table import HYPER, METHODS, Model, same
 from tests.pscore.kernel_makers import DEVICE, randn
 

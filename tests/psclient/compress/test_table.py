@@ -30,8 +30,8 @@ from psclient.optim.wagma import WAGMA
 from psclient.report import StepReport
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
-from pscore.select import SELECTORS
-from pscore.select.kernels import segments
+from pscore.selection import SELECTORS
+from pscore.selection.host import segments
 
 METHODS = (ASGD, DGC, DGS, GradientDropping, Outer, ServerOptimizer, SSGD, WAGMA)
 NEVER = 1 << 60

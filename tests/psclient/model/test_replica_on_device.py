@@ -10,8 +10,8 @@ from psclient.model import replica as replica_module
 from psclient.model.replica import Replica
 from pscore.model.layout import Span, layout_of
 from pscore.model.sparse_slice import SparseSlice
-from pscore.select.kernels import cuda
-from pscore.select.kernels.cuda import DeviceKernels
+from pscore.selection.cuda import launches as cuda
+from pscore.selection.cuda.launches import DeviceKernels
 from tests.pscore.kernel_makers import DEVICE, randn
 
 SHAPES = [(3,), (40, 50), (7, 3), (1,), (3000,)]

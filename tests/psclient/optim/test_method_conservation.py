@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore.select.kernels.base import Taken
+from pscore.selection.kernels.base import Taken
 from pscore.wire.codecs.names import VALUE_CODECS
 from tests.psclient.method_makers import EPS, METHODS, Tensors, come_back, dense, flush, group, push, whole
 

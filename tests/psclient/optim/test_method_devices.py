@@ -10,8 +10,8 @@ from psclient.optim.dgc import DGC
 from psclient.optim.dgs import DGS
 from psclient.optim.gradient_dropping import GradientDropping
 from psclient.optim.ssgd import SSGD
-from pscore.select import SELECTORS
-from pscore.select.kernels.cuda import DeviceKernels
+from pscore.selection import SELECTORS
+from pscore.selection.cuda.launches import DeviceKernels
 from tests.psclient.method_makers import OneTensor
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -8,7 +8,7 @@ import psclient
 from psclient.compress.choice import Choice
 from psclient.errors import ConfigurationError
 from psclient.optim.wagma import WAGMA
-from pscore.select import SELECTORS
+from pscore.selection import SELECTORS
 from tests.psclient.method_makers import OneTensor, gradients
 
 SIZE = 60

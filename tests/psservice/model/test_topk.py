@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pscore.model.layout import ModelLayout, Span, TensorSpec
-from pscore.select import SELECTORS
-from pscore.select.kernels.base import Taken
+from pscore.selection import SELECTORS
+from pscore.selection.kernels.base import Taken
 from psservice.model import reply_loops
 from psservice.model.changelog import ChangeLog
 from psservice.model.reply_loops import LINE, WORD

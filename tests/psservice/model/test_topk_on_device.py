@@ -9,8 +9,8 @@ import torch
 pytest.importorskip("triton")
 
 from pscore.model.layout import ModelLayout, Span, TensorSpec
-from pscore.select import SELECTORS
-from pscore.select.kernels.cuda import DeviceKernels
+from pscore.selection import SELECTORS
+from pscore.selection.cuda.launches import DeviceKernels
 from psservice.model import topk
 from psservice.model.changelog import ChangeLog
 from psservice.model.topk import DifferenceSelection, TopKSettings, add_at

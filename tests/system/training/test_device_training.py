@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 import psclient
 from psclient.engine import worker
 from psclient.rpc.local_server import LocalServer
-from pscore.select.kernels.cuda import DeviceKernels
+from pscore.selection.cuda.launches import DeviceKernels
 from tests.system.tools import QUICK, make_data, make_model, train_step
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_cuda.py trains on the device itself")

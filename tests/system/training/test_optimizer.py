@@ -23,7 +23,7 @@ from psclient.errors import (
 )
 from psclient.rpc.cluster import Cluster
 from psclient.rpc.local_server import LocalServer
-from pscore.select.kernels.cuda import DeviceKernels
+from pscore.selection.cuda.launches import DeviceKernels
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step
 
 

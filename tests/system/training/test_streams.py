@@ -14,7 +14,7 @@ from psclient.engine import overlap as overlapping
 from psclient.engine import worker
 from psclient.errors import ConfigurationError
 from psclient.rpc.local_server import LocalServer
-from pscore.select.kernels import cuda
+from pscore.selection.cuda import launches as cuda
 from tests.system.tools import QUICK, make_data, make_model, train_step
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_cuda.py has real streams")

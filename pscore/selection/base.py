@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pscore.select.inputs import SelectionInput
-from pscore.select.kernels.base import Taken
+from pscore.selection.inputs import SelectionInput
+from pscore.selection.kernels.base import Taken
 
 SelectorState = dict[str, float]
 """A selector's memory of one input between steps; empty at first, and part of a saved state."""

@@ -12,12 +12,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from pscore.select import device
-from pscore.select.base import exact
-from pscore.select.device import DeviceSegments
-from pscore.select.inputs import Memory
-from pscore.select.kernels import cuda
-from pscore.select.warm import warm
+from pscore.selection.base import exact
+from pscore.selection.cuda import launches as cuda
+from pscore.selection.cuda import segments as device
+from pscore.selection.cuda.segments import DeviceSegments
+from pscore.selection.inputs import Memory
+from pscore.selection.warm import warm
 from tests.pscore.kernel_makers import DEVICE, Twins, randn, same_bits
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

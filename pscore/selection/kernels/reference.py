@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pscore.select.kernels.base import GradientUpdate, Taken, ThresholdResult, is_large
+from pscore.selection.kernels.base import GradientUpdate, Taken, ThresholdResult, is_large
 
 
 def accumulate(memory: torch.Tensor, added: GradientUpdate) -> None:

@@ -82,7 +82,7 @@ import logging, os, sys
 logging.basicConfig(format="%(levelname)s %(message)s", stream=sys.stderr)
 import numba.core.caching as caching
 from pscore.jit import compiled
-from tests.pscore.select import test_jit as loops
+from tests.pscore.selection import test_jit as loops
 
 def full(*_, **__):
     raise OSError(28, "No space left on device", "cache")
@@ -142,7 +142,7 @@ def test_a_damaged_cache_is_compiled_again(suffix, damage, tmp_path):
 def test_the_cache_is_used(tmp_path):
     code = """
 from pscore.jit import compiled
-from tests.pscore.select.test_jit import double
+from tests.pscore.selection.test_jit import double
 loop = compiled(double)
 loop(21)
 print(sum(loop.dispatcher.stats.cache_hits.values()), sum(loop.dispatcher.stats.cache_misses.values()))

@@ -6,8 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore.select.kernels import cuda, device_kernels, reference
-from pscore.select.kernels.base import GradientUpdate
+from pscore.selection.cuda import device_kernels
+from pscore.selection.cuda import launches as cuda
+from pscore.selection.kernels import reference
+from pscore.selection.kernels.base import GradientUpdate
 
 many = settings(deadline=None, max_examples=200)
 numbers = st.lists(st.sampled_from([0.0, -0.0, 0.5, -0.5, 1.0, -1.0, 2.0, 2.0**-100, -(2.0**127)]), max_size=40)

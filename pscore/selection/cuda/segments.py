@@ -1,6 +1,6 @@
 """Selects from all tensors of a device at once: the threshold of the last step, in three launches.
 
-The rule is that of :func:`pscore.select.warm.warm`, with the same state. Where a tensor's number of entries is not
+The rule is that of :func:`pscore.selection.warm.warm`, with the same state. Where a tensor's number of entries is not
 accepted, or no threshold is known, a search on the device finds one, for these tensors only; where equal magnitudes lie
 on both sides of ``k`` they are ranked. Of a surplus the ``k`` largest entries stay taken, and one launch puts the rest
 back.
@@ -12,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pscore.select.base import SelectorState, largest
-from pscore.select.inputs import Memory
-from pscore.select.kernels.base import Taken
-from pscore.select.kernels.cuda import ROW, TARGET, DeviceKernels, Found, Pending
-from pscore.select.kernels.segments import Integers, Reals
-from pscore.select.warm import ROOM, deviation, predict, rank, warm
+from pscore.selection.base import SelectorState, largest
+from pscore.selection.cuda.launches import ROW, TARGET, DeviceKernels, Found, Pending
+from pscore.selection.host.segments import Integers, Reals
+from pscore.selection.inputs import Memory
+from pscore.selection.kernels.base import Taken
+from pscore.selection.warm import ROOM, deviation, predict, rank, warm
 
 CHANCE = 2
 """Square roots of ``k`` by which a count may be off, whatever the size: a search costs launches, not passes."""
@@ -34,9 +34,9 @@ class Selected(NamedTuple):
 class DeviceSegments:
     """Tensors of one device, one row each, that are updated and selected from together.
 
-    ``rows`` are of :data:`~pscore.select.kernels.cuda.ROW`; addresses and coefficients are the caller's. ``starts``:
-    where offsets in each tensor count from. Between :meth:`launch` and :meth:`collect` or :meth:`whole`, the tensors
-    belong to the device.
+    ``rows`` are of :data:`~pscore.selection.cuda.launches.ROW`; addresses and coefficients are the caller's.
+    ``starts``: where offsets in each tensor count from. Between :meth:`launch` and :meth:`collect` or :meth:`whole`,
+    the tensors belong to the device.
     """
 
     def __init__(self, kernels: DeviceKernels, sizes: Integers, starts: Integers) -> None:
@@ -64,7 +64,7 @@ class DeviceSegments:
     ) -> None:
         """Begin to update and select; ``states`` of the rows that are searched. Nothing waits for the device.
 
-        ``clip``, ``unsound``: as of :meth:`~pscore.select.kernels.cuda.DeviceKernels.launch`.
+        ``clip``, ``unsound``: as of :meth:`~pscore.selection.cuda.launches.DeviceKernels.launch`.
         """
         self._states = dict(states)
         searched = list(self._states)

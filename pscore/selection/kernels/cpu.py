@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pscore.select.kernels import cpu_loops
-from pscore.select.kernels.base import LARGE, GradientUpdate, Taken, ThresholdResult
+from pscore.selection.kernels import cpu_loops
+from pscore.selection.kernels.base import LARGE, GradientUpdate, Taken, ThresholdResult
 
 Array = NDArray[np.float32]
 Result = TypeVar("Result")

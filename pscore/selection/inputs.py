@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from pscore.select.kernels import kernels_for, reference
-from pscore.select.kernels.base import GradientUpdate, Taken, ThresholdResult
+from pscore.selection.kernels import kernels_for, reference
+from pscore.selection.kernels.base import GradientUpdate, Taken, ThresholdResult
 
 
 class SelectionInput(ABC):

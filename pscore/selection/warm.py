@@ -3,7 +3,7 @@
 The threshold is known before the step, so one pass accumulates and takes. The count that the pass finds moves the
 threshold for the next step, by the tail's own scale. Where the count misses ``k`` by more than the tolerance, it is
 corrected within the step: a surplus is put back (no pass over the memory), a lack costs counting passes and a second
-take. The first step starts at the Laplace estimate (see :mod:`pscore.select.research`). A small input, whose count
+take. The first step starts at the Laplace estimate (see :mod:`pscore.selection.research`). A small input, whose count
 varies by chance, may miss ``k`` by more; it is ranked where it has no threshold.
 
 The threshold does not follow the learning rate: when that falls, the entries near the threshold still consist of steps
@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pscore.select.base import TOLERANCE, SelectorState, exact, keep_largest, take_all
-from pscore.select.inputs import SelectionInput
-from pscore.select.kernels.base import Taken
-from pscore.select.kernels.segments import Integers, Passed, Reals
+from pscore.selection.base import TOLERANCE, SelectorState, exact, keep_largest, take_all
+from pscore.selection.host.segments import Integers, Passed, Reals
+from pscore.selection.inputs import SelectionInput
+from pscore.selection.kernels.base import Taken
 
 _LEVEL_GAIN, _DRIFT_GAIN = 0.6, 0.3
 _RISING = 0.9  # of a drift that is kept where it goes up
@@ -105,7 +105,7 @@ def correct(
     large for one thread to search: :func:`warm` begins anew then. A small one is ranked instead.
 
     Args:
-        rows: as of :func:`~pscore.select.kernels.segments.update`, which has taken entries with room for ``ROOM·k``.
+        rows: as of :func:`~pscore.selection.host.segments.update`, which has taken entries with room for ``ROOM·k``.
         sizes: of the tensors.
         wanted: ``k`` of each row.
         base: from which entries are counted.
@@ -115,7 +115,7 @@ def correct(
         passed: the result of the pass; its counts change.
         offsets: those of ``passed``, all written.
     """
-    from pscore.select.kernels import warm_loops
+    from pscore.selection.host import warm_loops
 
     searched, above, counts = rows["searched"], passed.above, passed.taken
     off = deviation(wanted, _CHANCE * (sizes <= _SMALL_SIZE))

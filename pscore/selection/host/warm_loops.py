@@ -1,4 +1,4 @@
-"""The compiled loop of :mod:`pscore.select.warm` for all tensors of a table; the formulas are explained there."""
+"""The compiled loop of :mod:`pscore.selection.warm` for all tensors of a table; the formulas are explained there."""
 
 # mypy: ignore-errors
 
@@ -139,7 +139,7 @@ def correct(
     rows, searched, sizes, wanted, allowed, base, memory, thresholds, drifts, above, excess, taken, offsets, values,
     new_offsets, new_values, moves, rule,
 ):  # fmt: skip
-    """See :func:`pscore.select.warm.correct`, which also says which rows are left; their ``taken`` is -1.
+    """See :func:`pscore.selection.warm.correct`, which also says which rows are left; their ``taken`` is -1.
 
     With ``moves`` all entries are written anew; else every row is known to be within the tolerance. Returns the number
     of entries.

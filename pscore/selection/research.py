@@ -2,10 +2,10 @@
 
 import math
 
-from pscore.select.base import TOLERANCE, SelectorState, exact, keep_largest, largest, take_all
-from pscore.select.inputs import SelectionInput
-from pscore.select.kernels.base import Taken
-from pscore.select.warm import TailSearch, laplace_threshold
+from pscore.selection.base import TOLERANCE, SelectorState, exact, keep_largest, largest, take_all
+from pscore.selection.inputs import SelectionInput
+from pscore.selection.kernels.base import Taken
+from pscore.selection.warm import TailSearch, laplace_threshold
 
 _MOST_HALVINGS = 20
 _REUSED_STEPS = 5

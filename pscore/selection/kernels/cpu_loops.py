@@ -1,4 +1,4 @@
-"""The compiled loops of :mod:`pscore.select.kernels.cpu`.
+"""The compiled loops of :mod:`pscore.selection.kernels.cpu`.
 
 An argument may be ``None``; the compiler then leaves its lines out.
 """

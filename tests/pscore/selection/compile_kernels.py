@@ -12,8 +12,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from pscore.select.kernels import triton_kernels as kernels
-from pscore.select.kernels.cuda import _DIGITS, _ENTRIES, _TILE
+from pscore.selection.cuda import triton_kernels as kernels
+from pscore.selection.cuda.launches import _DIGITS, _ENTRIES, _TILE
 
 BLOCK = 4096
 TYPES = {

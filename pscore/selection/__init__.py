@@ -1,8 +1,8 @@
 """Selectors: which entries of a tensor, or of a merged group, are sent."""
 
-from pscore.select.base import TOLERANCE, Selector, SelectorState, exact
-from pscore.select.research import ldte, reuse, sampled, trimmed
-from pscore.select.warm import warm
+from pscore.selection.base import TOLERANCE, Selector, SelectorState, exact
+from pscore.selection.research import ldte, reuse, sampled, trimmed
+from pscore.selection.warm import warm
 
 __all__ = [
     "DEFAULT_DENSE_BELOW",

@@ -1,6 +1,6 @@
-"""The Triton kernels of :mod:`pscore.select.kernels.cuda`, which launches them; importing this loads Triton.
+"""The Triton kernels of :mod:`pscore.selection.cuda.launches`, which launches them; importing this loads Triton.
 
-A launch covers all tensors of a table. Each tensor has a row of :data:`~pscore.select.kernels.cuda.ROW`, with its
+A launch covers all tensors of a table. Each tensor has a row of :data:`~pscore.selection.cuda.launches.ROW`, with its
 addresses, and is cut into *pieces* of ``BLOCK`` elements: (row, first element), int64. One program works on one piece,
 or on one row. Whether an element is taken is a bit of the *mask*, which has ``BLOCK / 32`` words a piece.
 
@@ -13,7 +13,7 @@ Kernels are launched with ``enable_fp_fusion=False``, which gives the bits of th
 import triton
 import triton.language as tl
 
-from pscore.select.kernels.cuda import KINDS_BY_NAME, ROW, TARGET
+from pscore.selection.cuda.launches import KINDS_BY_NAME, ROW, TARGET
 
 FLOAT16, BFLOAT16 = tl.constexpr(KINDS_BY_NAME["float16"]), tl.constexpr(KINDS_BY_NAME["bfloat16"])
 # Places of a row's fields, in bytes.

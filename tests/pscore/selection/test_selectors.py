@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore.select import DEFAULT_DENSE_BELOW, SELECTORS, entries_for
-from pscore.select.base import exact, take_all
-from pscore.select.inputs import Joined, Memory
-from pscore.select.kernels import cpu, reference
-from pscore.select.kernels.base import GradientUpdate
-from pscore.select.warm import deviation
+from pscore.selection import DEFAULT_DENSE_BELOW, SELECTORS, entries_for
+from pscore.selection.base import exact, take_all
+from pscore.selection.inputs import Joined, Memory
+from pscore.selection.kernels import cpu, reference
+from pscore.selection.kernels.base import GradientUpdate
+from pscore.selection.warm import deviation
 
 many = settings(deadline=None, max_examples=150)
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pscore.select.kernels.cpu import in_parallel, parts_of
+from pscore.selection.kernels.cpu import in_parallel, parts_of
 
 Integers = NDArray[np.int64]
 Reals = NDArray[np.float32]
@@ -113,7 +113,7 @@ def update(
         whole: of the tensors that are sent whole, laid out as the memory from ``base`` on; changed.
         base: from which entries are counted.
     """
-    from pscore.select.kernels import segment_loops
+    from pscore.selection.host import segment_loops
 
     table = pieces.table
     above, taken = np.empty((2, table.size), np.int64)
@@ -148,7 +148,7 @@ def first_not_finite(addresses: Integers, kinds: NDArray[np.int8], sizes: Intege
     """Return the number of the first tensor with an element that is not finite; ``kinds`` as in :data:`KINDS`."""
     if not sizes.size:
         return None
-    from pscore.select.kernels import segment_loops
+    from pscore.selection.host import segment_loops
 
     if parts_of(int(sizes.sum())) == 1:
         ranges, columns = [slice(0, sizes.size)], [np.arange(sizes.size), np.zeros(sizes.size, np.int64), sizes]

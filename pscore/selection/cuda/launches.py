@@ -1,4 +1,4 @@
-"""Launches the kernels of :mod:`pscore.select.kernels.triton_kernels`, over all tensors of a device at once.
+"""Launches the kernels of :mod:`pscore.selection.cuda.triton_kernels`, over all tensors of a device at once.
 
 A selection is three launches in a side stream, between one copy to the device and one back (docs/kernels.md).
 """
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pscore.select.kernels import segments
-from pscore.select.kernels.segments import KINDS, Integers, Reals
+from pscore.selection.host import segments
+from pscore.selection.host.segments import KINDS, Integers, Reals
 
 ROW = np.dtype(
     [
@@ -26,7 +26,7 @@ ROW = np.dtype(
     ],
     align=True,
 )
-"""A tensor: the fields of :data:`pscore.select.kernels.segments.ROW`, and more.
+"""A tensor: the fields of :data:`pscore.selection.host.segments.ROW`, and more.
 
 Addresses of ``memory`` (0: none) and ``momentum``; elements; ``room``, where its entries start in the output; its first
 piece; entries that are wanted; the least and the most that a search may find; how many fit into its part of the output:
@@ -36,7 +36,7 @@ it is."""
 
 TARGET = np.dtype([("address", "i8"), ("master", "i8"), ("shift", "i8"), ("kind", "i8")])
 """A tensor that entries are scattered to: its address, that of its fp32 copy (or its own again), the number that is
-added to the entries' offsets, and its dtype as in :data:`~pscore.select.kernels.segments.KINDS`."""
+added to the entries' offsets, and its dtype as in :data:`~pscore.selection.host.segments.KINDS`."""
 
 KINDS_BY_NAME = {str(dtype).removeprefix("torch."): kind for dtype, kind in KINDS.items()}
 
@@ -206,7 +206,7 @@ class DeviceKernels:
     """
 
     def __init__(self, device: torch.device, *, block: int = 4096, part: int = 1024) -> None:
-        from pscore.select.kernels import triton_kernels
+        from pscore.selection.cuda import triton_kernels
 
         self._kernels: Any = triton_kernels  # Triton's launchers have no types
         self._device, self._block, self._part = device, block, min(block, part)

@@ -1,0 +1,1 @@
+"""Selection on the host: all tensors of a table in compiled passes."""
