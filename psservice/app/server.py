@@ -1,11 +1,11 @@
 """The server's process: ports, threads, start and a clean end."""
 
-import asyncio
 import logging
 import os
 import queue
 import signal
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable
 from enum import Enum
 
 import grpc
@@ -77,20 +77,19 @@ class Server:
         self._loop = EventLoop()
         self._watcher = FileWatcher()
         self._health = Health()
-        self._ports: list[grpc.aio.Server] = []
+        self._port: grpc.aio.Server | None = None
         self._certificates: ServerCertificates | None = None
         self._web: WebServer | None = None
         self._told: queue.SimpleQueue[_Word] = queue.SimpleQueue()  # whose put a signal may interrupt
-        self._serving = False
+        self._serving, self._reporting = False, threading.Lock()
         self.address = self.health_address = self.metrics_address = ""
         try:
             self.update_health()
             if settings.health_listen:
-                self.health_address = self._listen(settings.health_listen, "--health-listen", [self._health.handler()])
+                self.health_address = self._listen(settings.health_listen, "--health-listen", self._health.open_port)
             self._start_service()
         except BaseException:
-            self._loop.run(self._close_ports())
-            self._loop.close()
+            self._close_ports()
             self._watcher.close()
             raise
         self._serving = True
@@ -116,14 +115,19 @@ class Server:
         handlers_by_rpc = handlers_of(WorkerCalls(self.shard)) | handlers_of(operators)
         self._dispatcher = Dispatcher(handlers_by_rpc, authenticator, self.shard)
         bind_metrics(self.shard)
-        handlers = [self._dispatcher.service, self._health.handler()]
+        handlers = [self._dispatcher.service, self._health.check_handler()]
         is_local = is_loopback(split_address(settings.listen)[0])
         if settings.reflection == "on" or (settings.reflection == "auto" and is_local):
             handlers += reflection_handlers((SERVICE.full_name, health.SERVICE_NAME), authenticator)
         if settings.metrics_listen:
             self.metrics_address = self._start_web(operators)
         credentials = self._certificates.credentials if self._certificates else None
-        self.address = self._listen(settings.listen, "--listen", handlers, credentials)
+
+        def open_workers_port(address: str) -> int:
+            self._port, number = self._loop.run(open_port(address, handlers, credentials))
+            return number
+
+        self.address = self._listen(settings.listen, "--listen", open_workers_port)
         self._maintenance = MaintenanceThread(lambda: self.shard.model.layout.size if self.shard.model else 0)
 
     def run(self) -> None:
@@ -162,21 +166,23 @@ class Server:
         self.update_health()
         failed = self.shard.apply_thread.failed
         self._loop.run(self._dispatcher.drain(_LAST_ANSWERS_SECONDS if failed else self.settings.drain_seconds))
-        *_, port = self._ports
-        self._loop.run(port.stop(min(self.settings.drain_seconds, _LAST_CALLS_SECONDS)))
+        assert self._port is not None
+        self._loop.run(self._port.stop(min(self.settings.drain_seconds, _LAST_CALLS_SECONDS)))
         self._dispatcher.close()
         self._watcher.close()
         self.shard.close()
         self._maintenance.close()
-        self._loop.run(self._close_ports())
-        self._loop.close()
+        self._close_ports()
         if self._web is not None:
             self._web.close()
         tracing.stop()
         log.info("stopped", extra={"version": self.shard.model.version if self.shard.model else 0})
 
-    async def _close_ports(self) -> None:
-        await asyncio.gather(*(port.stop(0.0) for port in self._ports))
+    def _close_ports(self) -> None:
+        if self._port is not None:
+            self._loop.run(self._port.stop(0.0))
+        self._loop.close()
+        self._health.close()
 
     def _ask_to_stop(self) -> None:
         self._told.put(_Word.STOP)
@@ -196,14 +202,14 @@ class Server:
         self._ask_to_stop()
 
     def update_health(self) -> None:
-        """Have the event loop report the health of now; any thread may call this, under any lock."""
-        self._loop.post(self._report_health)
+        """Report SERVING while every shard accepts pushes and can make them durable as promised.
+
+        Ask for a restart if a journal is damaged beyond repair by a running server. Any thread may call this.
+        """
+        with self._reporting:  # so that the last report has the state of the shard then, or a later one
+            self._report_health()
 
     def _report_health(self) -> None:
-        """Report SERVING while every shard accepts pushes and can make them durable as promised; on the event loop.
-
-        Ask for a restart if a journal is damaged beyond repair by a running server.
-        """
         has_started, shared = bool(self.address), self._shared_health
         serves = self._serving and self._accepts_pushes()
         is_broken = has_started and self.shard.durability.is_broken
@@ -219,26 +225,15 @@ class Server:
         shard = self.shard
         return shard.durability.is_healthy and not shard.apply_thread.failed and not shard.drain_gate.is_closed
 
-    def _listen(
-        self,
-        address: str,
-        flag: str,
-        handlers: Sequence[grpc.GenericRpcHandler],
-        credentials: grpc.ServerCredentials | None = None,
-    ) -> str:
-        """Open a port; return its address with the number that was bound."""
+    def _listen(self, address: str, flag: str, bind: Callable[[str], int]) -> str:
+        """Open a port; ``bind`` gets its address and returns the number. Return the address with that number."""
         try:
-            port, number = bind_port(
-                *split_address(address),
-                lambda each: self._loop.run(open_port(at_port(address, each), handlers, credentials)),
-                self._named_ports(),
-            )
+            number = bind_port(*split_address(address), lambda each: bind(at_port(address, each)), self._named_ports())
         except RuntimeError as error:
             raise StartError(
                 f"cannot listen on {address} ({flag}): is another server running there? Choose another port, or 0 for "
                 "any"
             ) from error
-        self._ports.append(port)
         return at_port(address, number)
 
     def _named_ports(self) -> set[int]:

@@ -1,7 +1,10 @@
 """gRPC's own services, health and reflection, behind time limits."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -16,6 +19,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from pscore.wire.errors import Rejected, to_status
 from psservice.rpc.auth import Authenticator, Role
+from psservice.rpc.ports import OPTIONS
 
 LIVENESS = "liveness"
 """The name for "no restart is needed": not whether the server serves. Kubernetes restarts a pod by it."""
@@ -23,6 +27,9 @@ LIVENESS = "liveness"
 _REQUEST_SECONDS = 5.0
 _WATCH_SECONDS = 3600.0
 _MOST_CALLS = 256  # open at once on a port; beyond that the oldest ends
+_SPARE_THREADS = 16  # for calls that come while the oldest end
+_SWEEP_SECONDS = 0.5
+_NO_REQUEST = "this is no HealthCheckRequest"
 
 _V1ALPHA = reflection.SERVICE_NAME
 _V1 = _V1ALPHA.replace("v1alpha", "v1")
@@ -31,55 +38,101 @@ _REFLECTION_RPC = "ServerReflectionInfo"
 
 
 class Health:
-    """The states of one process, for all ports of its event loop. Everybody may ask."""
+    """The states of one process: answered on a port of their own by threads that do nothing else. Everybody may ask.
+
+    So an answer waits for no event loop, no disk and no shard.
+    """
 
     def __init__(self) -> None:
-        self._servicer = health.aio.HealthServicer()
-        self._telling: set[asyncio.Task[None]] = set()
+        self._servicer = health.HealthServicer()
+        self._open_calls: dict[grpc.ServicerContext, float] = {}  # and when each is cancelled, in monotonic seconds
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._server: grpc.Server | None = None
 
     def set(self, name: str, *, serving: bool) -> None:
-        """Set a state, and tell watchers soon after; on the event loop."""
-        state = HealthCheckResponse.SERVING if serving else HealthCheckResponse.NOT_SERVING
-        task = asyncio.ensure_future(self._servicer.set(name, state))
-        self._telling.add(task)  # the loop keeps no reference
-        task.add_done_callback(self._telling.discard)
+        """Set a state and tell watchers; any thread may call this, under any lock."""
+        self._servicer.set(name, HealthCheckResponse.SERVING if serving else HealthCheckResponse.NOT_SERVING)
 
-    def handler(self) -> grpc.GenericRpcHandler:
-        """Return a handler for one port; each port counts its own callers."""
-        open_calls: dict[asyncio.Timeout, None] = {}
+    def open_port(self, address: str) -> int:
+        """Answer at ``HOST:PORT`` in plaintext; return the port's number. Raises ``RuntimeError`` if it is taken."""
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             rpc: grpc.stream_stream_rpc_method_handler(
-                partial(self._serve, rpc == "Watch", open_calls),
-                response_serializer=HealthCheckResponse.SerializeToString,
+                partial(self._serve, rpc == "Watch"), response_serializer=HealthCheckResponse.SerializeToString
             )
             for rpc in ("Check", "Watch")
         }
-        return grpc.method_handlers_generic_handler(health.SERVICE_NAME, methods)
+        handler = grpc.method_handlers_generic_handler(health.SERVICE_NAME, methods)
+        threads = ThreadPoolExecutor(_MOST_CALLS + _SPARE_THREADS, "health")
+        server = grpc.server(threads, [handler], options=OPTIONS)
+        number = server.add_insecure_port(address)
+        server.start()
+        self._server = server
+        threading.Thread(target=self._cancel_late, name="health-limits", daemon=True).start()
+        return number
 
-    async def _serve(self, watches: bool, open_calls: dict[asyncio.Timeout, None], _: Any, context: Any) -> None:
+    def close(self) -> None:
+        """Close the port."""
+        self._stopping.set()
+        if self._server is not None:
+            self._server.stop(0.0).wait()
+
+    def _serve(
+        self, watches: bool, requests: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[HealthCheckResponse]:
+        with self._lock:
+            oldest = next(iter(self._open_calls)) if len(self._open_calls) >= _MOST_CALLS else None
+            if oldest is not None:  # a probe is short, and must not wait for calls that stay
+                del self._open_calls[oldest]
+            self._open_calls[context] = time.monotonic() + _REQUEST_SECONDS
+        if oldest is not None:
+            oldest.cancel()
         try:
-            async with asyncio.timeout(_REQUEST_SECONDS) as limit:
-                if len(open_calls) >= _MOST_CALLS:  # a probe is short, and must not wait for calls that stay
-                    oldest = next(iter(open_calls))
-                    del open_calls[oldest]
-                    if not oldest.expired():
-                        oldest.reschedule(0)
-                open_calls[limit] = None
-                try:
+            request = HealthCheckRequest.FromString(next(requests, b""))
+            with self._lock:
+                if context in self._open_calls:
+                    self._open_calls[context] = time.monotonic() + _WATCH_SECONDS
+            if watches:
+                yield from self._servicer.Watch(request, context)
+            else:
+                yield self._servicer.Check(request, context)
+        except DecodeError:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, _NO_REQUEST)
+        finally:
+            with self._lock:
+                self._open_calls.pop(context, None)
+
+    def _cancel_late(self) -> None:
+        while not self._stopping.wait(_SWEEP_SECONDS):
+            now = time.monotonic()
+            with self._lock:
+                late = [context for context, end in self._open_calls.items() if end < now]
+            for context in late:
+                context.cancel()
+
+    def check_handler(self) -> grpc.GenericRpcHandler:
+        """Return a handler of ``Check`` alone for the workers' port, whose event loop answers there."""
+        open_calls = 0
+
+        async def check(_: Any, context: Any) -> None:
+            nonlocal open_calls
+            if open_calls >= _MOST_CALLS:
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{_MOST_CALLS} health checks are open")
+            open_calls += 1
+            try:
+                async with asyncio.timeout(_REQUEST_SECONDS):
                     raw = await context.read()
                     request = HealthCheckRequest.FromString(b"" if raw is grpc.aio.EOF else raw)
-                    if limit in open_calls and not limit.expired():
-                        limit.reschedule(asyncio.get_running_loop().time() + _WATCH_SECONDS)
-                    if watches:
-                        await self._servicer.Watch(request, context)
-                    else:
-                        await context.write(await self._servicer.Check(request, context))
-                finally:
-                    open_calls.pop(limit, None)
-        except TimeoutError:
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "a health check is open for too long")
-        except DecodeError:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is no HealthCheckRequest")
+                    await context.write(self._servicer.Check(request, context).SerializeToString())
+            except TimeoutError:
+                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "a health check is open for too long")
+            except DecodeError:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _NO_REQUEST)
+            finally:
+                open_calls -= 1
+
+        methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {"Check": grpc.stream_stream_rpc_method_handler(check)}
+        return grpc.method_handlers_generic_handler(health.SERVICE_NAME, methods)
 
 
 def reflection_handlers(services: Sequence[str], authenticator: Authenticator) -> list[grpc.GenericRpcHandler]:

@@ -34,7 +34,7 @@ def _is_one_of_few(record: logging.LogRecord) -> bool:
 
 logging.getLogger("grpc._cython.cygrpc").addFilter(_is_one_of_few)
 
-_OPTIONS = (
+OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a silent share
     ("grpc.max_concurrent_streams", 100),  # of one connection; what it has reset counts until it is cleared away
     ("grpc.compression_enabled_algorithms_bitset", 1),  # none: 17 KB of gzip may be a message of 4 MB
@@ -44,6 +44,7 @@ _OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.server_handshake_timeout_ms", 1000 * _HANDSHAKE_SECONDS),
 )
+"""Of every gRPC server of this process."""
 
 _UNNAMED_PORTS = range(20_000, 30_000)
 _TRIES = 100
@@ -82,10 +83,6 @@ class EventLoop:
         """Run a coroutine on the loop, and wait for it in this thread, which must not own a lock."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
-    def post(self, call: Callable[[], object]) -> None:
-        """Call something on the loop soon, in the order of posts; waits for nothing, so locks may be held."""
-        self.loop.call_soon_threadsafe(call)
-
     def close(self) -> None:
         """End the loop and its thread."""
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -101,7 +98,7 @@ async def open_port(
     Raises ``RuntimeError`` where the address cannot be bound.
     """
     most = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)  # the other half is for files
-    server = grpc.aio.server(options=[*_OPTIONS, ("grpc.max_allowed_incoming_connections", most)])
+    server = grpc.aio.server(options=[*OPTIONS, ("grpc.max_allowed_incoming_connections", most)])
     server.add_generic_rpc_handlers(tuple(handlers))
     number = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     await server.start()

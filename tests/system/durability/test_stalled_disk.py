@@ -1,6 +1,7 @@
 """A disk that takes no write for a while holds up pushes, and nothing else."""
 
 import threading
+import urllib.request
 
 import grpc
 import pytest
@@ -25,7 +26,7 @@ def stalled(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fsync", ["interval", "never"])
 def test_health_leases_and_other_streams_do_not_wait_for_the_disk(stalled, tmp_path, fsync):
-    settings = {"fsync": fsync, "health_listen": "127.0.0.1:0"}
+    settings = {"fsync": fsync, "health_listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
     with LocalServer(data_dir=tmp_path / "data", **settings) as server:
         worker, other = RawWorker(server.addresses[0], "w"), RawWorker(server.addresses[0], "other")
         for each in (worker, other):
@@ -40,6 +41,8 @@ def test_health_leases_and_other_streams_do_not_wait_for_the_disk(stalled, tmp_p
         with grpc.insecure_channel(server.health_addresses[0]) as channel:
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        with urllib.request.urlopen(f"http://{server.metrics_addresses[0]}/metrics", timeout=TIMEOUT) as answered:
+            assert "psservice_durable 1.0" in answered.read().decode()
         other.stub.RenewLease(pb.RenewLeaseRequest(identity=other.identity), timeout=TIMEOUT)
         assert other.stub.GetStatus(pb.GetStatusRequest(), timeout=TIMEOUT).version == 8
         assert pushing.is_alive()
