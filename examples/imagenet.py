@@ -7,7 +7,7 @@
     python examples/imagenet.py DATA --profile                         # what bounds the images per second
 
 DATA holds folders, DATA/train/CLASS/*.JPEG and DATA/val/CLASS/*.JPEG, or TFRecord files, DATA/train-00000-of-01024 and
-so on and DATA/validation-00000-of-00128 and so on. Runs go to --out. docs/imagenet.md says more.
+so on and DATA/validation-00000-of-00128 and so on. Runs go to --out. docs/guide/imagenet.md says more.
 """
 
 import argparse

@@ -41,7 +41,7 @@ class Budget:
 
 
 DEFAULT_BUDGET = Budget(share=0.03)
-"""That of a sparse method to which nothing of its form is given (docs/which-method.md has the figures)."""
+"""That of a sparse method to which nothing of its form is given (docs/guide/which-method.md has the figures)."""
 
 
 def budget_of(given: object) -> Budget:

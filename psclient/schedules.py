@@ -32,7 +32,7 @@ def dgc_warmup(steps_per_epoch: int, final: float = 0.001) -> DensitySchedule:
 
 
 def lags(lowest: float = 0.001, highest: float = 0.1, start: float = 0.01) -> LayerDensity:
-    """A density for each layer, as large as hides behind backward (docs/merging.md)."""
+    """A density for each layer, as large as hides behind backward (docs/internals/merging.md)."""
     return LayerDensity(lowest, highest, start)
 
 

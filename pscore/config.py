@@ -115,5 +115,5 @@ def unknown_variables(prefix: str, names: Iterable[str]) -> list[str]:
 def unknown_setting(name: str, known: Iterable[str], form: Callable[[str], str]) -> str:
     """Return a line that names an unknown setting and the nearest known one, both in the form of their source."""
     nearest = difflib.get_close_matches(name, [*known], n=1)
-    hint = f"did you mean {form(nearest[0])}?" if nearest else "docs/settings.md lists those there are"
+    hint = f"did you mean {form(nearest[0])}?" if nearest else "docs/reference/settings.md lists those there are"
     return f"{form(name)}: there is no such setting; {hint}"

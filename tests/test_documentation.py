@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([page for folder in (ROOT, ROOT / "docs", ROOT / "examples" / "loops") for page in folder.glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples" / "loops").glob("*.md")])
+PROTOCOL = ROOT / "docs/reference/protocol.md"
 WALKS = re.search(
-    r"<!-- walks: begin -->(.*)<!-- walks: end -->", (ROOT / "docs/architecture.md").read_text(), re.DOTALL
+    r"<!-- walks: begin -->(.*)<!-- walks: end -->", (ROOT / "docs/internals/architecture.md").read_text(), re.DOTALL
 )
 WALK_LINES = [line for line in WALKS[1].splitlines() if line and not line.startswith("#")] if WALKS else []
 
@@ -43,7 +44,7 @@ def test_links_between_pages_lead_somewhere(page):
 def test_the_protocol_page_lists_every_reason_under_its_status():
     from pscore.wire.errors import ErrorCode
 
-    rows = re.findall(r"^\| `([A-Z_]+)` \| (.*) \|$", (ROOT / "docs" / "protocol.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `([A-Z_]+)` \| (.*) \|$", PROTOCOL.read_text(), re.MULTILINE)
     told = {reason: status for status, cell in rows for reason in re.findall(r"`([A-Z_]+)`", cell)}
     assert told == {reason.name: reason.status_name for reason in ErrorCode}
 
@@ -64,9 +65,9 @@ def test_the_architecture_has_a_walk_for_a_push_and_one_for_a_pull():
 @pytest.mark.parametrize("line", WALK_LINES, ids=lambda line: line[:60])
 def test_a_line_of_a_walk_names_a_function_that_exists(line):
     found = re.match(r"\d+\. `([\w/]+\.py):(\w+)` ", line)
-    assert found, f"docs/architecture.md, not of the form 'N. `path.py:function` …': {line}"
+    assert found, f"docs/internals/architecture.md, not of the form 'N. `path.py:function` …': {line}"
     path, name = found.groups()
-    assert (ROOT / path).is_file(), f"docs/architecture.md, no such file: {line}"
+    assert (ROOT / path).is_file(), f"docs/internals/architecture.md, no such file: {line}"
     tree = ast.parse((ROOT / path).read_text())
     functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-    assert name in functions, f"docs/architecture.md, no such function in {path}: {line}"
+    assert name in functions, f"docs/internals/architecture.md, no such function in {path}: {line}"

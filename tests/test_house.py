@@ -1,4 +1,4 @@
-"""The structure that docs/architecture.md promises: arrows point down."""
+"""The structure that docs/internals/architecture.md promises: arrows point down."""
 
 import pytest
 

@@ -23,7 +23,7 @@ MODULES = {"benchmarks.bench": bench._parser, "benchmarks.ldte": ldte_command._p
 
 def commands(page):
     """Return the words of every command in the page's console blocks and code spans, shell variables filled in."""
-    text = (ROOT / "docs" / page).read_text()
+    text = (ROOT / "docs" / "evidence" / page).read_text()
     known, found = {}, []
     blocks = re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     lines = [line.removeprefix("$ ") for block in blocks for line in block.replace("\\\n", " ").splitlines()]
@@ -102,7 +102,7 @@ def test_every_run_has_a_folder_of_its_own():
 
 
 def test_the_published_speedups_are_those_of_the_benchmark():
-    text = (ROOT / "docs" / "reproducing.md").read_text()
+    text = (ROOT / "docs" / "evidence" / "reproducing.md").read_text()
     for rate, methods in PUBLISHED.items():
         for method, figures in methods.items():
             assert len(figures) == len(PUBLISHED_WORKERS)

@@ -39,9 +39,7 @@ def main() -> int:
     try:
         import atheris  # noqa: F401
     except ImportError:
-        print(
-            "atheris is missing: pip install -c constraints.txt -e '.[fuzz]' (see docs/wire-format.md)", file=sys.stderr
-        )
+        print("atheris is missing: pip install -c constraints.txt -e '.[fuzz]'", file=sys.stderr)
         return 2
     child = [sys.executable, "-m", "tools.fuzz_codecs", "--child", *sys.argv[1:]]
     status = subprocess.run([*child, "--output", str(arguments.output.absolute())], cwd=ROOT).returncode

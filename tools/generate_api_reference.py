@@ -1,4 +1,4 @@
-"""Writes docs/api.md from the public names of psclient and their docstrings; ``--check`` only compares.
+"""Writes docs/reference/api.md from the public names of psclient and their docstrings; ``--check`` only compares.
 
 Run it after changing a public signature or docstring: ``make references``.
 """
@@ -15,12 +15,13 @@ from types import FunctionType, ModuleType
 import psclient
 from tools.generated import keep
 
-TARGET = Path(__file__).parent.parent / "docs" / "api.md"
+TARGET = Path(__file__).parent.parent / "docs" / "reference" / "api.md"
 
 HEAD = """# The API of the worker
 
 Generated from the docstrings of `psclient` by `tools/generate_api_reference.py`. What the settings mean:
-[settings](settings.md); how it is used: [training](training.md); the server's commands: [operate](operate.md).
+[settings](settings.md); how it is used: [training](../guide/training.md); the server's commands:
+[operate](../operate/running.md).
 
 """
 

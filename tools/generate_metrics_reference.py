@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md from what psservice/observability/metrics.py declares; ``--check`` only compares.
+"""Writes docs/reference/metrics.md from what psservice/observability/metrics.py declares; ``--check`` only compares.
 
 Run it after changing a metric: ``make references``.
 """
@@ -13,7 +13,7 @@ from psservice.observability.metrics import Metrics
 from psservice.observability.request_metrics import ReadMetric, RequestHistogram
 from tools.generated import keep
 
-TARGET = Path(__file__).parent.parent / "docs" / "metrics.md"
+TARGET = Path(__file__).parent.parent / "docs" / "reference" / "metrics.md"
 
 HEAD = """# Metrics
 
@@ -27,7 +27,7 @@ day are Unix seconds, and counters start at 0 with the process. A histogram `NAM
 rate(psservice_pushes_total[5m]) * on (job, instance) group_left (run, shard) psservice_shard_info
 ```
 
-Alerts and their runbook: [alerts](alerts.md).
+Alerts and their runbook: [alerts](../operate/alerts.md).
 
 | name | kind | labels | meaning |
 |---|---|---|---|

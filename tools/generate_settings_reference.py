@@ -1,4 +1,4 @@
-"""Writes docs/settings.md from the settings classes; ``--check`` only compares.
+"""Writes docs/reference/settings.md from the settings classes; ``--check`` only compares.
 
 Run it after changing a setting: ``make references``.
 """
@@ -12,7 +12,7 @@ from psclient.settings import ClientSettings
 from psservice.settings import ServerSettings
 from tools.generated import keep
 
-TARGET = Path(__file__).parent.parent / "docs" / "settings.md"
+TARGET = Path(__file__).parent.parent / "docs" / "reference" / "settings.md"
 
 HEAD = """# Settings
 

@@ -48,7 +48,7 @@ ROOMS = {
         ["__init__", "policy", "settings", "types"],
     ],
 }
-"""The rooms of each package, upper rows first: a room imports rooms of lower rows only (docs/architecture.md)."""
+"""The rooms of each package, upper rows first: a room imports only lower rows (docs/internals/architecture.md)."""
 
 
 def modules(package: str, root: Path = ROOT) -> dict[str, Path]:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Draw docs/status-page.png: the status page of a shard with real workers, in headless Chromium.
+"""Draw docs/operate/status-page.png: the status page of a shard with real workers, in headless Chromium.
 
-    python tools/picture_status_page.py [--output docs/status-page.png] [--version 200]
+    python tools/picture_status_page.py [--output docs/operate/status-page.png] [--version 200]
 
 Needs Debian's packages chromium and chromium-driver. Exit status: 0 done, 1 there is no browser.
 """
@@ -77,8 +77,8 @@ def picture(url: str, output: Path) -> None:
 
 def main() -> int:
     """Run a server and workers, and draw."""
-    parser = argparse.ArgumentParser(description="Draw docs/status-page.png.")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "status-page.png")
+    parser = argparse.ArgumentParser(description="Draw docs/operate/status-page.png.")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "operate" / "status-page.png")
     parser.add_argument("--version", type=int, default=200, help="version at which the picture is taken (default 200)")
     options = parser.parse_args()
     if not (shutil.which("chromium") and shutil.which("chromedriver")):

@@ -1,4 +1,4 @@
-"""Times of a device, as rows of a table for docs/measured.md.
+"""Times of a device, as rows of a table for docs/evidence/measured.md.
 
 Selection is timed by events behind a synchronisation, until the entries are on the host. Everything else is wall time
 between two synchronisations: what a user waits for.

@@ -1,4 +1,4 @@
-"""Joining over bad lines: ``python -m benchmarks.network.slowjoin`` prints the table of docs/slow-lines.md.
+"""Joining over bad lines: ``python -m benchmarks.network.slowjoin`` prints the table of docs/guide/slow-lines.md.
 
 On each line a first worker uploads the model while a second one waits, the second one fetches it, and then a third
 process takes the first one's place. In the middle of the upload and of the first download the line is cut for half a

@@ -1,4 +1,4 @@
-"""Workers and shards in virtual time. docs/scale.md has the equations; what is not modelled stands there too.
+"""Workers and shards in virtual time. docs/evidence/scale.md has the equations; what is not modelled stands there too.
 
 Shards of one cluster are alike, and what a worker sends to one it sends to all at the same moment. So one shard may
 stand for all of them: its share of a push, with the worker's card shared by as many parts as there are shards.

@@ -50,7 +50,9 @@ def run(plan: Plan) -> Section:
         plan.say("CUDA")
         cuda_selection.measure(section, _MODEL, plan.rounds)
     else:
-        section.notes.append("CUDA: no device here, so the Triton kernels are not measured (docs/kernels.md).")
+        section.notes.append(
+            "CUDA: no device here, so the Triton kernels are not measured (docs/internals/kernels.md)."
+        )
     section.notes += [
         "Every case accumulates a new gradient (Laplace noise), selects, cuts out, and leaves 0.7 of what it took: a "
         "whole step of DGS on one fp32 tensor. All in turn within one run; ratios are formed round by round, to the "

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # where support is
-if importlib.util.find_spec("torchvision"):  # imported before a library imports it; see docs/examples.md
+if importlib.util.find_spec("torchvision"):  # imported before a library imports it; see docs/guide/examples.md
     import support.vision  # noqa: F401
 
 

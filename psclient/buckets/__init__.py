@@ -1,1 +1,1 @@
-"""Which tensors are pushed together: buckets by size, or plans from measured costs (MGS-SGD, docs/merging.md)."""
+"""Tensors that are pushed together: buckets by size, or plans from measured costs (docs/internals/merging.md)."""

@@ -15,8 +15,8 @@ class LayerDensity:
         ρ_l = clip((slack_l − a) / (8·β·n_l), lowest, highest)
 
     with the backward time ahead once the layer's gradient is there (``slack_l``), and the measured start-up ``a`` of a
-    message and time ``β`` of a byte (docs/merging.md); ``start`` until these are measured. An object of this class is a
-    density for any sparse method; it needs ``overlap=True``, since without overlap nothing is ahead.
+    message and time ``β`` of a byte (docs/internals/merging.md); ``start`` until these are measured. An object of this
+    class is a density for any sparse method; it needs ``overlap=True``, since without overlap nothing is ahead.
     """
 
     lowest: float = 0.001

@@ -43,7 +43,7 @@ class ElasticSampler(Sampler[int]):
 
     A worker leases places of the epoch's order from shard 0, and asks for more when they are drawn. A sample is
     finished when the push of the step that trained it is applied. What a worker that dies or leaves has not finished
-    goes to the others. The promises: ``docs/elastic.md``.
+    goes to the others. The promises: ``docs/guide/elastic.md``.
 
     There is no ``len()``: how many samples come to this worker depends on the others.
 

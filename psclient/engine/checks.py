@@ -118,7 +118,7 @@ def refuse_averaged(parameters: Iterable[torch.Tensor], among: Iterable[Any] | N
             raise ConfigurationError(
                 f"DistributedDataParallel averages these gradients over {ranks} processes, and each of them would push "
                 f"the average: the model would move {ranks} times as far. Make one worker of these processes with "
-                "psclient.NodeOptimizer (docs/nodes.md), or leave DistributedDataParallel out: then each is a worker"
+                "psclient.NodeOptimizer (docs/guide/nodes.md), or leave DistributedDataParallel out"
             )
 
 

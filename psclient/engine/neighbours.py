@@ -82,8 +82,8 @@ def predecessors(claim: Claim) -> list[tuple[str, Optimizing]]:
                 raise ConfigurationError(
                     f"worker {other.name} of this process trains another model at {other.server}, and a run trains one "
                     "model: both would become the same one. Make one optimizer of both, with "
-                    "model=torch.nn.ModuleDict(...), or give each model a server of its own (docs/training.md, Several "
-                    "models). If both are workers of one run on purpose, name them: worker=. If the other one has "
+                    "model=torch.nn.ModuleDict(...), or give each model its own server (docs/guide/training.md, "
+                    "Several models). If both are workers of one run on purpose, name them: worker=. If the other has "
                     "ended, close() it first"
                 )
             found.append((other.name, optimizer))

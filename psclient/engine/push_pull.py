@@ -1,4 +1,4 @@
-"""A worker's push and pull, in the order of docs/protocol.md: open, send groups, commit, await, fetch, apply.
+"""A worker's push and pull, in the order of docs/reference/protocol.md: open, send groups, commit, await, fetch, apply.
 
 :mod:`psclient.engine.step` decides when; with overlap, :mod:`psclient.engine.overlap` does so while the model computes.
 """

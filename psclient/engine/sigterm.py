@@ -1,6 +1,6 @@
 """SIGTERM: one handler for all workers of a process.
 
-What was there before decides what becomes of the program (docs/training.md, *SIGTERM*):
+What was there before decides what becomes of the program (docs/guide/training.md, *SIGTERM*):
 
 ==================================  =================================================================================
 before                              on SIGTERM

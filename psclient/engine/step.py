@@ -173,9 +173,9 @@ class Stepper:
     def settle_load(self, *, drops: bool = False) -> bool:
         """Offer a model that was loaded into the worker to the servers; return whether the model is another one now.
 
-        That costs next to nothing where nobody has written to the model; the first time all of it is read. Where a
-        trained server refuses the model (docs/training.md), it is dropped (``drops``) or :class:`ModelLoadedError`
-        raised. :class:`ModelChangedError` where a tensor is of another kind.
+        That costs next to nothing where nobody has written to the model; the first time all of it is read. If a
+        trained server refuses the model (docs/guide/training.md), it is dropped (``drops``) or
+        :class:`ModelLoadedError` raised. :class:`ModelChangedError` where a tensor is of another kind.
         """
         self._model.check()
         replica = self._cluster.replica
@@ -209,8 +209,8 @@ class Stepper:
             "%r has other values than the last reply left, and nothing has counted the writing: the script writes "
             "through .data, say. The server does not know these values, and this worker computes its gradients for "
             "another model than the server's from now on. Leave the parameters alone between two steps. A change "
-            "that all workers are to have is written under torch.no_grad() with on_load='replace' (docs/training.md, A "
-            "model that is loaded later). A random block of the parameters is looked at every %d steps",
+            "that all workers are to have is written under torch.no_grad() with on_load='replace' (docs/guide/"
+            "training.md, A model that is loaded later). A random block of the parameters is looked at every %d steps",
             tensor,
             _SAMPLED_STEPS,
         )

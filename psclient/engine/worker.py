@@ -47,7 +47,7 @@ Result = TypeVar("Result")
 
 _ONE_SERVER_ONE_MODEL = (
     "another optimizer of this process trains another model there: give each model a server of its own, or make one "
-    "optimizer of both, with model=torch.nn.ModuleDict(...) (docs/training.md, Several models)"
+    "optimizer of both, with model=torch.nn.ModuleDict(...) (docs/guide/training.md, Several models)"
 )
 _LEAVING_SECONDS = 5.0  # for calls whose answers are of no consequence, and threads that end
 _GRACE_SECONDS = 20.0  # for the flush on SIGTERM; below Kubernetes' default grace period of 30 s

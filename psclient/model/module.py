@@ -127,7 +127,7 @@ class TrainedModel:
                 self.layout.parameters[mine[0]].name,
                 "needs no gradient, and the loop writes to it (a teacher, a moving average), while model= makes it the "
                 "server's",
-                "keep it out of model=, as docs/frozen.md shows (A teacher)",
+                "keep it out of model=, as docs/guide/frozen.md shows (A teacher)",
             )
 
     def check(self) -> None:

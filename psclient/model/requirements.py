@@ -37,7 +37,7 @@ def require_whole(named: Named) -> None:
         raise ConfigurationError(
             f"{name!r} is {kind}: this process has a part of it, and a worker has to have the whole model. Train with "
             "DistributedDataParallel and psclient.NodeOptimizer, or freeze the base and train adapters "
-            "(docs/nodes.md, Models that are sharded)"
+            "(docs/guide/nodes.md, Models that are sharded)"
         )
 
 

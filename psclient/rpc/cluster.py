@@ -1,4 +1,4 @@
-"""All shards together: pushing and pulling in parallel, and joining again (docs/protocol.md, *On the worker*)."""
+"""All shards together: pushes, pulls and joins in parallel (docs/reference/protocol.md, *On the worker*)."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence

@@ -28,8 +28,8 @@ _ROOT = Path(__file__).parents[2]
 class LocalServer:
     """One or more shards, started as processes and stopped at the end of the ``with`` block (or at exit).
 
-    Settings are those of ``psservice serve`` (``docs/settings.md``) by name: ``LocalServer(down_mode="topk")``. A child
-    ends by itself when this process is gone.
+    Settings are those of ``psservice serve`` (``docs/reference/settings.md``) by name:
+    ``LocalServer(down_mode="topk")``. A child ends by itself when this process is gone.
 
     The parameters are on the host, unless ``device`` names another place: a GPU of this machine is for training.
     ``device="auto"`` takes a GPU, also where a worker trains on it; several shards take turns at all of them.

@@ -1,4 +1,4 @@
-"""A worker's membership: joining every shard, uploading the model, leaving (docs/protocol.md, *Joining*)."""
+"""A worker's membership: joining every shard, uploading the model, leaving (docs/reference/protocol.md, *Joining*)."""
 
 import logging
 import math
@@ -262,8 +262,9 @@ class Membership:
         self._lost_parts = (
             f"{' and '.join(lost)} {'has' if len(lost) == 1 else 'have'} no model, and other shards have version "
             f"{version}: data were lost. A worker that trained with that model uploads the missing part when it joins. "
-            "If none lives, stop the servers, put the shard's folder back from a backup (docs/durability.md, Backups), "
-            "and start them again; or begin anew with all folders empty, perhaps with --init and an older model file"
+            "If none lives, stop the servers, put the shard's folder back from a backup (docs/operate/durability.md, "
+            "Backups), and start them again; or begin anew with all folders empty, perhaps with --init and an older "
+            "model file"
         )
         if not had_warned:
             log.warning("%s", self._lost_parts)

@@ -83,7 +83,7 @@ class ShardResolver:
 def connect(
     server: str, security: Security, seconds: float, hint: str = START_FIRST, *, announce: bool = True
 ) -> list[Connection]:
-    """Return a connection to each shard, in order; ``server`` is as in docs/addresses.md.
+    """Return a connection to each shard, in order; ``server`` is as in docs/operate/addresses.md.
 
     ``seconds`` and ``hint`` are for finding the shards from one address or name. ``announce`` tells each server for
     which shard a call is meant, so that another shard refuses the call.

@@ -1,6 +1,6 @@
 """How servers are named: a list of addresses, a range of them, or one name behind which all of them are found.
 
-The forms are those of docs/addresses.md; workers and operators read them alike.
+The forms are those of docs/operate/addresses.md; workers and operators read them alike.
 """
 
 import ipaddress

@@ -1,4 +1,4 @@
-"""Selectors of the published comparison with LDTE-BS (docs/ldte.md); none of them is a default."""
+"""Selectors of the published comparison with LDTE-BS (docs/evidence/ldte.md); none of them is a default."""
 
 import math
 

@@ -27,7 +27,7 @@ _starting = threading.Lock()
 
 
 def start(service: str, instance: str) -> None:
-    """Trace from now on; once a process, later calls do nothing. OpenTelemetry's variables apply (docs/tracing.md).
+    """Trace from here on, once a process. OpenTelemetry's variables apply (docs/operate/tracing.md).
 
     ``service`` is the ``service.name`` where ``OTEL_SERVICE_NAME`` names no other; ``instance`` the
     ``service.instance.id``. Raises :class:`TracingError` where OpenTelemetry is missing or its variables are wrong.

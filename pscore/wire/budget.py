@@ -71,7 +71,7 @@ def fit(share: float, whole: float = 0.0) -> Fit:
     """Return the form of a push or reply that takes ``share`` of the dense fp32 bytes.
 
     As many entries as fit, and then as many bits: at equal bytes, few entries of many bits train worse
-    (docs/evidence.md). ``whole`` is the share of elements in tensors that are sent whole; ``share`` is above
+    (docs/evidence/accuracy.md). ``whole`` is the share of elements in tensors that are sent whole; ``share`` is above
     :func:`least_share` of it.
     """
     bits = _DENSE_BITS * share

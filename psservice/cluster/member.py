@@ -19,7 +19,7 @@ class Member:
         interval_seconds: mean time between the worker's pushes; 0 before the second.
         first_batches: fingerprint of the worker's first batches; 0 where the worker has not sent one.
         batches_told: when the worker first sent that fingerprint.
-        wait: number of the wait for all others in which the worker is; 0 while it trains (docs/protocol.md).
+        wait: number of the wait for all others in which the worker is; 0 while it trains (docs/reference/protocol.md).
         last_wait: number of the last wait that is over.
         has_no_samples: the last lease of samples was empty and the worker holds none: rounds close without the worker.
     """

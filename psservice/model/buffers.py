@@ -1,4 +1,4 @@
-"""The server's average of a model's buffers over workers, weighted by samples (docs/protocol.md, *Buffers*)."""
+"""The server's average of a model's buffers over workers, weighted by samples (docs/reference/protocol.md)."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Answers to pulls: exact differences, and top-k with an image of the worker's replica (docs/protocol.md, *A pull*)."""
+"""Answers to pulls: exact differences, and top-k with an image of the worker's replica (docs/reference/protocol.md)."""
 
 import secrets
 import threading

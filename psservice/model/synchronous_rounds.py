@@ -1,4 +1,4 @@
-"""Synchronous rounds: gather one update from every live worker, apply their mean once (docs/protocol.md).
+"""Synchronous rounds: gather one update from every live worker, apply their mean once (docs/reference/protocol.md).
 
 Backup workers: Chen et al. 2016.
 """

@@ -1,7 +1,7 @@
 """Prometheus metrics of one shard, in a registry of their own: all of them are declared here.
 
 Events are counted where they happen; states (a queue's length, a bound) are read on request
-(:func:`psservice.rpc.status.bind_metrics`). docs/metrics.md is generated from what this file declares.
+(:func:`psservice.rpc.status.bind_metrics`). docs/reference/metrics.md is generated from what this file declares.
 """
 
 import threading

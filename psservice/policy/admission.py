@@ -1,4 +1,4 @@
-"""Which pushes are admitted, by staleness, lead and norm; each rule is off at 0 (docs/protocol.md, *Admission*)."""
+"""Which pushes are admitted, by staleness, lead and norm; each rule is off at 0 (docs/reference/protocol.md)."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Staleness: how it is counted, and how it scales an asynchronous update (docs/protocol.md, docs/training.md).
+"""Staleness: how it is counted, and how it scales an asynchronous update (docs/reference/protocol.md).
 
 *Delay-adaptive steps*: with ``W`` workers a staleness of ``W − 1`` is normal, and beyond it ``η_τ = η·(W − 1)/τ``.
 *Rescaled ASGD* (arXiv 2605.13434): a worker that pushes every ``T_i`` seconds gets ``η_i = η·T_i/mean(T)``, so that

@@ -28,7 +28,7 @@ _RETRY_SECONDS = 1.0
 
 
 class Kind(IntEnum):
-    """Kinds of records; docs/durability.md has their bodies."""
+    """Kinds of records; docs/operate/durability.md has their bodies."""
 
     PUSHED = 1
     AVERAGED = 2

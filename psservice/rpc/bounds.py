@@ -1,7 +1,7 @@
 """Checks of the numbers, names and lists of a request, made once for every call before its handler runs.
 
 :data:`BOUNDS` has every 64-bit number of a request but for those that the shard compares with its own state;
-docs/protocol.md, *Bounds*, lists both. Sums stay within 64 bits: a run's samples end at
+docs/reference/protocol.md, *Bounds*, lists both. Sums stay within 64 bits: a run's samples end at
 :data:`psservice.cluster.run.MOST_COUNT`, and the shard bounds the first version of a model and the steps of WAGMA.
 """
 

@@ -1,4 +1,4 @@
-"""How a worker joins a shard and how its lease ends before its time (docs/protocol.md, *Joining*)."""
+"""How a worker joins a shard and how its lease ends before its time (docs/reference/protocol.md, *Joining*)."""
 
 import logging
 from collections.abc import Iterable

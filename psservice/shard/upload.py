@@ -1,4 +1,4 @@
-"""A model on its way into a shard: which worker may upload (docs/protocol.md, *Joining*), and what has arrived.
+"""A model on its way into a shard: which worker may upload (docs/reference/protocol.md), and what has arrived.
 
 An upload keeps what has arrived when a call is cut; the next call of the same worker for the same generation resumes
 behind that. Values are written where the model will have them, so an upload occupies what the model does.

@@ -1,4 +1,4 @@
-"""Workers that are through wait for the others (docs/protocol.md, *Waiting for all*)."""
+"""Workers that are through wait for the others (docs/reference/protocol.md, *Waiting for all*)."""
 
 from psservice.cluster.run import RunState
 from psservice.shard.lifecycle import close_rounds_after_leave

@@ -1,4 +1,4 @@
-"""One shard's data directory (docs/durability.md has the tree): its lock, its snapshots and its journal.
+"""One shard's data directory (docs/operate/durability.md has the tree): its lock, its snapshots and its journal.
 
 A snapshot names the first segment behind it. The last snapshots are kept, and the journal as far back as the oldest of
 them, so that any version since then can be restored.

@@ -1,9 +1,9 @@
 """How records lie in a segment of the journal, and how damage differs from the end that a crash has left.
 
-A segment is a file of records behind a head; docs/durability.md has both byte by byte. A file ends anywhere inside its
-last record where a process or a machine died. So a record that is cut or does not check, with no record behind it, is
-a *torn tail*; with one behind it, the file is *damaged* there. The watermark (:mod:`psservice.storage.lock_file`) tells
-whether a torn tail was acknowledged.
+A segment is a file of records behind a head; docs/operate/durability.md has both byte by byte. A file ends
+anywhere inside its last record if a process or a machine died. So a record that is cut or does not
+check, with no record behind it, is a *torn tail*; with one behind it, the file is *damaged* there. The watermark
+(:mod:`psservice.storage.lock_file`) tells whether a torn tail was acknowledged.
 """
 
 import struct

@@ -25,7 +25,7 @@ from tests.deploy.monitoring_tools import (
 from tools import generate_metrics_reference
 from tools.generate_metrics_reference import declared_labels, exposed_name
 
-RUNBOOK = ROOT / "docs" / "alerts.md"
+RUNBOOK = ROOT / "docs" / "operate" / "alerts.md"
 
 ALERTS = {rule["alert"]: rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]}
 EXPRESSIONS = [(name, rule["expr"]) for name, rule in ALERTS.items()] + [*dashboard_expressions()]
@@ -110,7 +110,7 @@ def test_every_alert_says_how_severe_it_is_what_happens_and_where_to_read_on():
         assert rule["annotations"]["summary"], name
         assert rule["annotations"]["description"].endswith("."), name
         page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
-        assert page == "docs/alerts.md", name
+        assert page == "docs/operate/alerts.md", name
         assert anchor in found, name
 
 

@@ -16,7 +16,7 @@ from tests.deploy.manifests import KUBERNETES, OVERLAYS, ROOT, SECURE, build, co
 from tools import generate_configmap, generate_prometheus_rule
 
 OLDEST, NEWEST = "1.29.0", "1.37.0"
-"""Of Kubernetes: what docs/deploy.md asks for, and the last one that the schemas are of."""
+"""Of Kubernetes: what docs/operate/deploy.md asks for, and the last one that the schemas are of."""
 
 KNOWN_ELSEWHERE = {
     "Certificate": {"secretName", "duration", "privateKey", "usages", "dnsNames", "issuerRef", "isCA", "commonName"},
@@ -200,7 +200,7 @@ def test_selectors_find_the_shards_and_nothing_else(overlay):
 def test_what_is_referred_to_exists(overlay):
     named = {(each["kind"], each["metadata"]["name"]) for each in build(overlay)}
     secrets = {each["spec"]["secretName"] for each in build(overlay) if each["kind"] == "Certificate"}
-    by_hand = re.findall(r"create secret generic ([a-z-]+)", (ROOT / "docs" / "deploy.md").read_text())
+    by_hand = re.findall(r"create secret generic ([a-z-]+)", (ROOT / "docs" / "operate" / "deploy.md").read_text())
     claims = {"psservice-init"} if overlay == "reshard" else set()
     stateful = one(overlay, "StatefulSet", "psservice")["spec"]
     assert ("Service", stateful["serviceName"]) in named

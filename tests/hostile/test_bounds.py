@@ -299,7 +299,7 @@ def test_counts_that_add_up_stop_where_no_more_can_be_kept(tmp_path):
 
 
 def test_the_protocols_page_has_every_bound():
-    page = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "protocol.md").read_text()
     told = {
         (kind, field): (number(least), number(most))
         for kind, field, least, most in re.findall(r"^\| `(\w+)` \| `(\w+)` \| (.+) \| (.+) \|$", page, re.MULTILINE)

@@ -39,7 +39,7 @@ def test_a_mistyped_variable_is_refused_with_the_nearest_name(monkeypatch):
 def test_every_mistyped_variable_is_named_at_once(monkeypatch):
     monkeypatch.setenv("PSSERVICE_DATADIR", "/data")
     monkeypatch.setenv("PSSERVICE_QWERTYUIOP", "1")
-    with pytest.raises(SettingsError, match=r"(?s)PSSERVICE_DATADIR.*PSSERVICE_QWERTYUIOP: .*docs/settings\.md"):
+    with pytest.raises(SettingsError, match=r"(?s)PSSERVICE_DATADIR.*PSSERVICE_QWERTYUIOP: .*docs/reference/settings"):
         load_server([])
 
 

@@ -153,7 +153,7 @@ class Link:
         )
 
     def receive(self, wire):
-        """Apply a reply that has arrived, as docs/protocol.md has it."""
+        """Apply a reply that has arrived, as docs/reference/protocol.md has it."""
         reader = frames.ChunkReader(self.model.span)
         segments = [reader.read(pb.Chunk.FromString(chunk)) for chunk in wire.chunks]
         if wire.mode is ReplyMode.TOPK:

@@ -1,4 +1,4 @@
-"""Where a bit is flipped in what a server keeps, from the bytes that are documented (docs/durability.md) alone.
+"""Where a bit is flipped in what a server keeps, from the bytes that are documented (docs/operate/durability.md) alone.
 
 Recovery begins at the newest snapshot: what lies before it is kept for going back, and is not needed. The numbers of
 formats are spared: with a flipped bit they say that another release wrote the file, and no start gives that up.

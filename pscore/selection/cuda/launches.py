@@ -1,6 +1,6 @@
 """Launches the kernels of :mod:`pscore.selection.cuda.triton_kernels`, over all tensors of a device at once.
 
-A selection is three launches in a side stream, between one copy to the device and one back (docs/kernels.md).
+A selection is three launches in a side stream, between one copy to the device and one back (docs/internals/kernels.md).
 """
 
 from collections import deque

@@ -1,1 +1,1 @@
-"""Index and value codecs on host memory, in the calling thread (docs/wire-format.md has the bytes)."""
+"""Index and value codecs on host memory, in the calling thread (docs/reference/wire-format.md has the bytes)."""

@@ -38,7 +38,7 @@ class IndexFormat:
         read: bytes, count, length and base to offsets that rise strictly, plus the base. Raises :class:`Rejected`
             (``BAD_CHUNK``) for other bytes, before allocating more than a small multiple of the bytes or of the count.
         bits: estimate of the bits that ``count`` entries at random places of ``length`` need, from both numbers.
-        nanoseconds: estimate of encoding plus decoding them on one core; measured as docs/wire-format.md says.
+        nanoseconds: estimate of encoding plus decoding them on one core, as docs/reference/wire-format.md says.
     """
 
     name: str

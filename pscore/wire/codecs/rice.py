@@ -1,7 +1,8 @@
 """Gaps in Golomb-Rice codes, with a parameter per block and an escape: near the entropy of a random support.
 
-docs/wire-format.md has the bytes. Quotients, low bits and escaped gaps stand in sections of their own. There is one way
-to write given gaps with given parameters. An entry costs at most 49 bits, and reading it a constant number of steps.
+docs/reference/wire-format.md has the bytes. Quotients, low bits and escaped gaps stand in sections of their own.
+There is one way to write given gaps with given parameters. An entry costs at most 49 bits. Reading one takes
+a constant number of steps.
 """
 
 import math

@@ -3,11 +3,11 @@
 isort:skip_file
 The contract between workers and a sparseps parameter server.
 
-docs/protocol.md is the state machine behind these messages, docs/writing-a-client.md what to send when. Conventions:
+docs/reference/protocol.md is the state machine behind these messages, docs/reference/writing-a-client.md what to send when. Conventions:
  * an index is a position in the model's flat layout, counted over the whole model on every shard;
  * payload bytes are little-endian and described by an explicit codec; an unknown codec is UNIMPLEMENTED;
  * every stream is header, chunks, commit; nothing is applied before the commit has been checked;
- * every number, name and list has a bound (docs/protocol.md, Bounds); beyond it BAD_REQUEST names field and bound.
+ * every number, name and list has a bound (docs/reference/protocol.md, Bounds); beyond it BAD_REQUEST names field and bound.
 """
 
 from collections import abc as _abc
@@ -45,7 +45,7 @@ class _IndexCodecEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_IndexCodec
 
 class IndexCodec(_IndexCodec, metaclass=_IndexCodecEnumTypeWrapper):
     """How the indices of a chunk are written. A gap is an offset minus the previous offset minus one (the first: from -1).
-    docs/wire-format.md has the bytes of each.
+    docs/reference/wire-format.md has the bytes of each.
     """
 
 INDEX_CODEC_UNSPECIFIED: IndexCodec.ValueType  # 0
@@ -581,7 +581,7 @@ class ModelLayout(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     FROZEN_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.bytes
-    """SHA-256 over kind, name, sizes and data type of each tensor; docs/writing-a-client.md has its bytes."""
+    """SHA-256 over kind, name, sizes and data type of each tensor; docs/reference/writing-a-client.md has its bytes."""
     @_builtins.property
     def parameters(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
         """Parameters, in named_parameters() order; with the buffers and the frozen ones at most 65,536, and as many aliases."""

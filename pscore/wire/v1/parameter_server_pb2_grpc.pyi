@@ -3,11 +3,11 @@
 isort:skip_file
 The contract between workers and a sparseps parameter server.
 
-docs/protocol.md is the state machine behind these messages, docs/writing-a-client.md what to send when. Conventions:
+docs/reference/protocol.md is the state machine behind these messages, docs/reference/writing-a-client.md what to send when. Conventions:
  * an index is a position in the model's flat layout, counted over the whole model on every shard;
  * payload bytes are little-endian and described by an explicit codec; an unknown codec is UNIMPLEMENTED;
  * every stream is header, chunks, commit; nothing is applied before the commit has been checked;
- * every number, name and list has a bound (docs/protocol.md, Bounds); beyond it BAD_REQUEST names field and bound.
+ * every number, name and list has a bound (docs/reference/protocol.md, Bounds); beyond it BAD_REQUEST names field and bound.
 """
 
 from collections import abc as _abc

@@ -1,4 +1,4 @@
-"""When the rounds of WAGMA-SGD freeze, which workers wait, and which are averaged (docs/wagma.md). No tensors here."""
+"""When the rounds of WAGMA-SGD freeze, which workers wait, and which are averaged (docs/guide/wagma.md)."""
 
 import json
 from collections.abc import Callable, Collection, Mapping

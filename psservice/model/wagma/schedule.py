@@ -1,4 +1,4 @@
-"""Groups of WAGMA-SGD, and the time that members wait (docs/wagma.md, *One iteration*; Li et al., TPDS 2021)."""
+"""Groups of WAGMA-SGD, and the time that members wait (docs/guide/wagma.md, *One iteration*; Li et al., TPDS 2021)."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +15,7 @@ _LONGEST_SAMPLE = 4.0  # in means: a worker that slept for a minute has not beco
 
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
-    """What the workers of a run agree on; ``size`` 0 is the power of two nearest ``√W`` (docs/wagma.md)."""
+    """What the workers of a run agree on; ``size`` 0 is the power of two nearest ``√W`` (docs/guide/wagma.md)."""
 
     size: int = 0
     tau: int = 10

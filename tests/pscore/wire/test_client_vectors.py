@@ -15,7 +15,7 @@ from pscore.wire.codecs.names import INDEX_CODECS, VALUE_CODECS
 from pscore.wire.codecs.values import VALUE_FORMATS, decode_values
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
-DOCUMENTS = Path(__file__).parents[3] / "docs"
+DOCUMENTS = Path(__file__).parents[3] / "docs" / "reference"
 VECTORS = (DOCUMENTS / "writing-a-client.md").read_text().partition("## Test vectors")[2]
 ROWS = dict(re.findall(r"^\| `?([^`|]+?)`? \| (.+) \|$", VECTORS, re.MULTILINE))
 LAYOUT = ModelLayout(

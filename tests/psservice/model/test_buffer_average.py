@@ -1,4 +1,4 @@
-"""The average of buffers: the formula of docs/protocol.md, in every dtype."""
+"""The average of buffers: the formula of docs/reference/protocol.md, in every dtype."""
 
 import pytest
 import torch

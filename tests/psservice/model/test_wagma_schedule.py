@@ -66,7 +66,7 @@ def test_groups_cut_every_number_of_workers_and_keep_the_mean(count, size, itera
 
 @pytest.mark.parametrize("first", [0, 1, 5])
 def test_ragged_groups_mix_in_the_rounds_that_the_page_states(first):
-    """docs/wagma.md: of any model 1 % at most is missing after so many rounds, whatever the models are."""
+    """docs/guide/wagma.md: of any model 1 % at most is missing after so many rounds, whatever the models are."""
     for count in range(2, 65):
         share = torch.eye(count, dtype=torch.float64)
         for iteration in range(first, first + (19 if count < 10 else 11)):

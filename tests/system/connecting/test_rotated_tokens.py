@@ -1,4 +1,4 @@
-"""Tokens are rotated as docs/security.md says, beside a worker that trains and a client of an operator that stays."""
+"""Tokens are rotated as docs/operate/security.md says, while a worker trains and an operator's client stays."""
 
 import contextlib
 import os

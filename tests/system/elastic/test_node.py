@@ -65,7 +65,7 @@ def test_a_model_of_which_each_process_has_a_part_is_refused_by_all_of_them_at_o
         for found in launch("shards_its_model", 2, tmp_path, server.server):
             for (kind, method), (error, message, _) in found.items():
                 assert error == "ConfigurationError", f"{kind}, {method}: {error}: {message}"
-                assert "docs/nodes.md" in message, f"{kind}, {method}"
+                assert "docs/guide/nodes.md" in message, f"{kind}, {method}"
                 assert message.startswith("'0.weight'") or kind.startswith("FSDP") or "bare" in method
 
 
@@ -142,7 +142,7 @@ def test_gradients_that_ddp_has_averaged_are_refused_without_a_node(tmp_path):
             kind, message, _ = outcome["error"]
             assert kind == "ConfigurationError", name
             assert "NodeOptimizer" in message
-            assert "docs/nodes.md" in message
+            assert "docs/guide/nodes.md" in message
 
 
 SURVIVORS = {
@@ -172,7 +172,7 @@ def test_who_is_left_behind_gets_an_error_in_time(left_behind, scenario):
 
 
 def test_the_script_of_the_documentation_trains_under_torchrun(tmp_path):
-    page = (ROOT / "docs" / "nodes.md").read_text()
+    page = (ROOT / "docs" / "guide" / "nodes.md").read_text()
     (tmp_path / "train.py").write_text(page.split("```python\n")[1].split("```")[0])
     with LocalServer() as server:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]

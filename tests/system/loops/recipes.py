@@ -1,4 +1,4 @@
-"""Runs a recipe of docs/fine-tuning.md on small models: ``python -m tests.system.loops.recipes RECIPE SERVER``.
+"""Runs a recipe of docs/guide/fine-tuning.md on small models: ``python -m tests.system.loops.recipes RECIPE SERVER``.
 
 What the page calls ``model``, ``base``, ``dataset``, ``tokenizer``, ``make_model`` and ``make_dataset`` is made here.
 Results are in the present folder, as those of the page.
@@ -18,7 +18,7 @@ STEPS = 6
 
 def recipe(name: str) -> str:
     """The code of a recipe."""
-    page = (ROOT / "docs" / "fine-tuning.md").read_text()
+    page = (ROOT / "docs" / "guide" / "fine-tuning.md").read_text()
     [code] = re.findall(rf"<!-- recipe: {name} -->\n```python\n(.*?)```", page, re.DOTALL)
     return code
 
@@ -90,7 +90,7 @@ def run(name: str, server: str) -> dict[str, Any]:
     beside_a_cpu_build()
     code = recipe(name).replace("host:50051", server).replace("max_steps=1000", f"max_steps={STEPS}, use_cpu=True")
     names = given(name)
-    exec(compile(code, f"docs/fine-tuning.md: {name}", "exec"), names)
+    exec(compile(code, f"docs/guide/fine-tuning.md: {name}", "exec"), names)
     return names
 
 

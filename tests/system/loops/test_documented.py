@@ -47,7 +47,7 @@ class Recipe(NamedTuple):
 
 def recipes():
     found = []
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = path.read_text()
         for block in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
             heading = re.findall(r"^#+ (.*)$", text[: block.start()], re.MULTILINE)[-1]

@@ -1,4 +1,4 @@
-"""The recipes of docs/fine-tuning.md, in processes of their own."""
+"""The recipes of docs/guide/fine-tuning.md, in processes of their own."""
 
 import importlib.util
 import os
@@ -41,7 +41,7 @@ def require(recipe):
 
 
 def test_all_recipes_of_the_page_are_run():
-    page = (ROOT / "docs" / "fine-tuning.md").read_text()
+    page = (ROOT / "docs" / "guide" / "fine-tuning.md").read_text()
     assert set(re.findall(r"<!-- recipe: (\w+) -->", page)) == NEEDS.keys()
     assert page.count("```python\n") == len(NEEDS)
 

@@ -17,7 +17,7 @@ from psclient.errors import ConfigurationError, FingerprintMismatchError
 from psclient.rpc.local_server import LocalServer
 from tests.system.tools import QUICK, make_data, make_model, train_step
 
-TRAINING = Path(__file__).parents[3] / "docs" / "training.md"
+TRAINING = Path(__file__).parents[3] / "docs" / "guide" / "training.md"
 NOISE, REAL = 4, 2
 
 
@@ -139,7 +139,7 @@ def batches(count):
 
 
 def example():
-    """The loop in docs/training.md."""
+    """The loop in docs/guide/training.md."""
     section = TRAINING.read_text().split("## Several models")[1]
     return re.search(r"```python\n(.*?)```", section, re.DOTALL).group(1)
 

@@ -13,7 +13,7 @@ from psclient.rpc.local_server import LocalServer
 from tests.system.tools import QUICK, make_data, make_model, train_step
 
 DOCS = Path(__file__).parents[3] / "docs"
-API, TRAINING = DOCS / "api.md", DOCS / "training.md"
+API, TRAINING = DOCS / "reference" / "api.md", DOCS / "guide" / "training.md"
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ class Writer:
 
 
 def recipe(number):
-    """Return the lines of docs/training.md that log to TensorBoard (0) or W&B (1)."""
+    """Return the lines of docs/guide/training.md that log to TensorBoard (0) or W&B (1)."""
     section = TRAINING.read_text().split("## What a step did\n")[1].split("\n## ")[0]
     return section.split("```python\n")[1].split("```")[0].strip().split("\n\n")[1 + number]
 
