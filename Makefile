@@ -24,7 +24,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart examples test container-test fuzz fuzz-service chaos soak lint format stubs references bench gpu scale compare evidence rivals wheel clean
+.PHONY: help venv quickstart examples test container-test fuzz fuzz-service chaos soak lint format docs stubs references bench gpu scale compare evidence rivals wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -83,11 +83,15 @@ format: venv ## Rewrite the sources in the house style
 	$(VENV)/bin/ruff check --fix $(wildcard $(SOURCES))
 	$(VENV)/bin/ruff format $(wildcard $(SOURCES))
 
+docs: venv ## Build the documentation's site into site/, with the API from the docstrings; fails if a link leads nowhere
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	@echo 'site/index.html'
+
 stubs: venv ## Regenerate the gRPC stubs from proto/
 	@$(VENV)/bin/python tools/generate_stubs.py
 
-references: venv ## Write what is generated from the code: references in docs/, settings and alert rules for Kubernetes
-	@for name in settings_reference api_reference metrics_reference configmap prometheus_rule; do \
+references: venv ## Write what is generated from the code: settings and metrics in docs/reference, settings and alert rules for Kubernetes
+	@for name in settings_reference metrics_reference configmap prometheus_rule; do \
 		$(VENV)/bin/python -m tools.generate_$$name || exit 1; done
 
 bench: venv ## Run the benchmarks and write runs/bench/report.html; QUICK=1 takes two minutes; ARGS="--only short_way --base DIR" compares with another checkout
@@ -116,5 +120,5 @@ wheel: venv ## Build a wheel into dist/
 	@ls dist/*.whl
 
 clean: ## Remove what was built; keep .venv and runs/
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 	find $(wildcard $(SOURCES)) -type d -name __pycache__ -prune -exec rm -rf {} +

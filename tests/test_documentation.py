@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import psclient
+
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples" / "loops").glob("*.md")])
 PROTOCOL = ROOT / "docs/reference/protocol.md"
@@ -17,7 +19,7 @@ WALKS = re.search(
 WALK_LINES = [line for line in WALKS[1].splitlines() if line and not line.startswith("#")] if WALKS else []
 
 
-@pytest.mark.parametrize("reference", ["settings", "api"])
+@pytest.mark.parametrize("reference", ["settings", "metrics"])
 def test_a_generated_reference_is_up_to_date(reference):
     command = [sys.executable, "-m", f"tools.generate_{reference}_reference", "--check"]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -36,9 +38,21 @@ def test_links_between_pages_lead_somewhere(page):
     for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text()):
         linked = page.parent / target if target else page
         assert linked.exists(), target
-        headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE) if linked.suffix == ".md" else []
+        text = linked.read_text() if linked.suffix == ".md" else ""
+        headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
         anchors = {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+        anchors |= set(re.findall(r"^::: (.*)$", text, re.MULTILINE))
         assert not anchor or anchor in anchors, f"{target}#{anchor}"
+
+
+def test_the_site_leads_to_every_page():
+    listed = re.findall(r"^ +- (?:.*: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+
+
+def test_the_api_has_every_public_name_of_the_worker():
+    shown = re.findall(r"^::: psclient\.(\w+)$", (ROOT / "docs/reference/api.md").read_text(), re.MULTILINE)
+    assert sorted([*shown, "ClientSettings", "__version__"]) == sorted(psclient.__all__)
 
 
 def test_the_protocol_page_lists_every_reason_under_its_status():

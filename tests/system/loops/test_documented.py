@@ -18,7 +18,6 @@ from psclient.rpc.local_server import LocalServer
 from tests.system.tools import make_data, make_model, train_step
 
 ROOT = Path(__file__).parents[3]
-REFERENCE = "api.md"  # signatures, generated
 ELSEWHERE = {
     ("nodes.md", "A complete script"): "tests/system/elastic/test_node.py",
     ("training.md", "Several models"): "tests/system/loops/test_other_loops.py",
@@ -51,8 +50,7 @@ def recipes():
         text = path.read_text()
         for block in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
             heading = re.findall(r"^#+ (.*)$", text[: block.start()], re.MULTILINE)[-1]
-            if path.name != REFERENCE:
-                found.append(Recipe(path.name, heading, block[1]))
+            found.append(Recipe(path.name, heading, block[1]))
     return found
 
 
