@@ -35,12 +35,14 @@ venv: $(STAMP) ## Set up .venv with the tested versions of everything
 $(QUICKSTART_STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 		|| { echo '$(PYTHON) is missing or older than Python 3.11; choose another: make PYTHON=python3.12' >&2; exit 1; }
-	@echo '[1/3] creating $(VENV)'
+	@echo '[1/4] creating $(VENV)'
 	@$(PYTHON) -m venv $(VENV)
-	@echo '[2/3] installing PyTorch (the largest part: minutes on a slow line)'
+	@echo '[2/4] installing PyTorch (the largest part: minutes on a slow line)'
 	@$(PIP) install -c constraints.txt torch
-	@echo '[3/3] installing sparseps and what the quickstart needs'
+	@echo '[3/4] installing sparseps and what the quickstart needs'
 	@$(PIP) install -c constraints.txt -e '.[quickstart]'
+	@echo '[4/4] compiling loops for this machine (up to a minute)'
+	@$(VENV)/bin/psservice compile && $(VENV)/bin/psclient compile
 	@touch $@
 
 $(STAMP): $(QUICKSTART_STAMP) tools/generate_stubs.py

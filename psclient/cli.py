@@ -1,4 +1,4 @@
-"""``psclient``: save a server's model, join the parts of a sharded one."""
+"""``psclient``: save a server's model, join the parts of a sharded one, compile the loops of a worker."""
 
 import argparse
 import sys
@@ -29,7 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     merge = commands.add_parser("merge", help="join the final models of all shards into one file")
     merge.add_argument("parts", nargs="+", type=Path, metavar="PART")
     merge.add_argument("--out", type=Path, required=True, metavar="FILE")
+    commands.add_parser("compile", help="compile a worker's loops for this machine now, so that no first step waits")
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+
+    if options.command == "compile":
+        return _compile()
 
     from psclient import settings
     from psclient.errors import SparsepsError
@@ -47,4 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"psclient: {escaped(str(error))}", file=sys.stderr)
         return 1
     print(f"wrote {options.out}")
+    return 0
+
+
+def _compile() -> int:
+    from psclient.model import replica_loops
+    from pscore.warmup import warm_up, warm_up_selection
+
+    for compile_some in (warm_up, warm_up_selection, replica_loops.warm_up):
+        compile_some()
     return 0

@@ -43,3 +43,11 @@ def write_runs(addresses, starts, firsts, ends, values, base, adds):
         else:
             for j in range(count):
                 x[j] = source[j]
+
+
+def warm_up():
+    """Run every loop once."""
+    x, one = np.zeros(1, np.float32), np.ones(1, np.int64)
+    at, start = np.array([x.ctypes.data]), 0 * one
+    write_at(at, start, np.array([0, 1]), start, x.copy(), 0, True)
+    write_runs(at, start, start, one, x.copy(), 0, True)

@@ -32,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _replay(options)
         if options.command == "health":
             return _health(options)
+        if options.command == "compile":
+            return _compile()
         return _for_a_reader(lambda: _operate(options, parser.error))
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _SERVER_MODULES:
@@ -133,4 +135,13 @@ def _replay(options: argparse.Namespace) -> int:
         write_model(options.directory, options.out, version=options.to, checkpoint=options.checkpoint)
     except (StorageError, ModelFileError) as error:
         return failed("replay", error)
+    return EXIT_DONE
+
+
+def _compile() -> int:
+    from pscore.warmup import warm_up
+    from psservice.model import reply_loops
+
+    warm_up()
+    reply_loops.warm_up()
     return EXIT_DONE

@@ -125,6 +125,7 @@ def command_parser() -> argparse.ArgumentParser:
     target.add_argument("--to", type=_version, metavar="VERSION", help="version of each shard (default: the last)")
     target.add_argument("--checkpoint", default="", metavar="ID", help="checkpoint instead of a version")
     replay.add_argument("--out", type=Path, required=True, metavar="FILE", help="safetensors file to write")
+    commands.add_parser("compile", help="compile a server's loops for this machine now, so that no first push waits")
     return parser
 
 

@@ -149,3 +149,65 @@ print(sum(loop.dispatcher.stats.cache_hits.values()), sum(loop.dispatcher.stats.
 """
     assert in_a_fresh_process(code, NUMBA_CACHE_DIR=str(tmp_path)) == "0 1"
     assert in_a_fresh_process(code, NUMBA_CACHE_DIR=str(tmp_path)) == "1 0"
+
+
+COUNTED = """
+import numba.core.compiler, pathlib, sys
+compiled_here = numba.core.compiler.compile_extra
+def count(*arguments, **named):
+    with pathlib.Path(sys.argv[1]).open("a") as file:
+        file.write("compiled\\n")
+    return compiled_here(*arguments, **named)
+numba.core.compiler.compile_extra = count
+from pscore.jit import compiled
+from tests.pscore.selection.test_jit import triple
+print(compiled(triple)(5))
+"""
+
+
+def test_of_several_processes_one_compiles_and_the_others_wait_for_it(tmp_path):
+    """And a lock that nobody holds any more, after a process was killed, keeps nobody."""
+    root, counts = Path(__file__).resolve().parents[3], tmp_path / "counts"
+    environment = {**os.environ, "PYTHONPATH": str(root), "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", COUNTED, str(counts)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) for _ in range(3)]
+    assert [process.communicate(timeout=100)[0].strip() for process in processes] == ["15"] * 3
+    assert counts.read_text().split() == ["compiled"]
+    assert list(tmp_path.rglob("*.lock")), "it stays behind, and is taken by the next"
+
+
+def test_after_an_error_of_the_compiler_the_file_is_free_for_others(tmp_path):
+    code = """
+import fcntl, os, pathlib
+from pscore.jit import compiled
+from tests.pscore.selection.test_jit import triple
+try:
+    compiled(triple)(object())
+except Exception as error:
+    print(type(error).__name__)
+(path,) = pathlib.Path(os.environ["NUMBA_CACHE_DIR"]).rglob("*.lock")
+fcntl.flock(path.open("w"), fcntl.LOCK_EX | fcntl.LOCK_NB)
+"""
+    assert in_a_fresh_process(code, NUMBA_CACHE_DIR=str(tmp_path)) == "TypingError"
+
+
+def test_loops_that_came_with_an_installation_that_is_not_this_users_are_used(tmp_path):
+    code = """
+import os, numba.core.caching as caching
+from pscore.jit import compiled
+from tests.pscore.selection import test_jit as loops
+loops.double.__code__ = loops.double.__code__.replace(co_filename={file!r})
+if {installed}:
+    os.access = lambda path, mode: False
+    {broken}
+loop = compiled(loops.double)
+loop(21)
+print(sum(loop.dispatcher.stats.cache_hits.values()))
+"""
+    file = tmp_path / "installed.py"
+    file.write_bytes(Path(__file__).read_bytes())
+    no_directory = "caching.CacheImpl._locator_classes = []"
+    assert in_a_fresh_process(code.format(file=str(file), installed=False, broken="")) == "0"
+    elsewhere = {"NUMBA_CACHE_DIR": str(tmp_path / "own")}
+    assert in_a_fresh_process(code.format(file=str(file), installed=True, broken="pass"), **elsewhere) == "1"
+    assert in_a_fresh_process(code.format(file=str(file), installed=True, broken=no_directory)) == "1"

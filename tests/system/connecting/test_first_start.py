@@ -41,6 +41,19 @@ def test_the_first_training_says_that_it_compiles_and_the_second_finds_it_done(t
     assert train(tmp_path) == []
 
 
+@pytest.mark.timeout(3 * LIMIT_SECONDS)
+def test_a_training_finds_compiled_what_the_commands_compile(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path)}
+    for package in ("psservice", "psclient"):
+        command = [sys.executable, "-m", package, "compile"]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT_SECONDS)
+        assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    compiled = sorted(tmp_path.rglob("*.nbc"))
+    assert compiled
+    assert train(tmp_path) == []
+    assert sorted(tmp_path.rglob("*.nbc")) == compiled, "by worker and server"
+
+
 def test_serve_says_at_a_terminal_that_it_loads_and_then_which_settings_are_not_the_defaults():
     terminal, inside = pty.openpty()
     process = subprocess.Popen(
