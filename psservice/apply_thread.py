@@ -42,36 +42,27 @@ class ApplyThread:
         self._waited, self._on_failure = waited, on_failure
         self.failed = self.held = self._closed = False
         self._closing = threading.Lock()
-        self._turn, self._owner = threading.Lock(), 0  # the thread that may change the parameters now
         self._whole_changes = _WholeChanges(self)
         self._thread = environment.start(self._work, "apply-thread")
 
-    def stand_in(self) -> bool:
-        """Make the caller's thread the apply thread until :meth:`stand_down`, if no job runs or waits; tell whether so.
-
-        What is little work is done faster without a way to another thread and back.
-        """
-        if self._thread is None or not self._jobs.empty() or not self._turn.acquire(False):
-            return False
-        self._owner = threading.get_ident()
-        return True
-
-    def stand_down(self) -> None:
-        """Let the apply thread run jobs again; after :meth:`stand_in`, in the same thread."""
-        self._owner = 0
-        self._turn.release()
-
-    def run(self, job: Callable[[], Result]) -> Result:
-        """Run ``job`` on the apply thread; return its result or raise its error."""
-        if self._thread is None or self._owner == threading.get_ident():
-            if self.failed or self.held or self._closed:
-                self._require_open()
-            return job()
+    def submit(self, job: Callable[[], Result]) -> "Future[Result]":
+        """Queue ``job`` and return its future; waits for nothing. Raises :class:`Rejected` if none is run any more."""
         future: Future[Result] = Future()
+        if self._thread is None:
+            self._run(job, future)
+            return future
         with self._closing:
             self._require_open()
             self._jobs.put((tracing.carried(job, "queue"), future, time.perf_counter()))
-        return future.result()
+        return future
+
+    def run(self, job: Callable[[], Result]) -> Result:
+        """Run ``job`` on the apply thread, at once in a job; return its result or raise its error."""
+        if self._thread is None or threading.get_ident() == self._thread.ident:
+            if self.failed or self.held or self._closed:
+                self._require_open()
+            return job()
+        return self.submit(job).result()
 
     def _require_open(self) -> None:
         self.require_free()
@@ -118,20 +109,17 @@ class ApplyThread:
         while (entry := self._jobs.get()) is not None:
             job, future, submitted = entry
             self._waited(time.perf_counter() - submitted)
-            try:
-                self._turn.acquire()
-                self._owner = threading.get_ident()
-                try:
-                    self.require_free()
-                    result = job()
-                finally:
-                    self._owner = 0
-                    self._turn.release()
-                future.set_result(result)
-                del result
-            except BaseException as error:
-                future.set_exception(error)
+            self._run(job, future)
             del entry, job, future  # or the thread keeps what they refer to until the next job
+
+    def _run(self, job: Callable[[], Any], future: "Future[Any]") -> None:
+        try:
+            self.require_free()
+            result = job()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
 
 
 class _WholeChanges(AbstractContextManager[None]):

@@ -20,7 +20,7 @@ from psservice.shard.join import join
 from psservice.shard.lifecycle import open_shard
 from psservice.shard.model_install import finish_upload, open_upload
 from psservice.shard.pull import pull
-from psservice.shard.push import apply_push, check_push
+from psservice.shard.push import check_push, prepare_push
 from psservice.types import Identity, PushAnswer
 from psservice.wire.push_stream import read_all, read_push
 
@@ -98,7 +98,7 @@ class InProcessShard:
     ) -> PushAnswer:
         """Merge and apply a push that has been read; the messages go into the journal, where there is one."""
         raw = [message.SerializeToString() for message in messages]
-        answer, repeated = apply_push(self.shard, header, segments, raw)
+        answer, repeated = self.shard.apply_thread.run(prepare_push(self.shard, header, segments, raw))
         self.shard.durability.events.wait()
         assert not repeated
         return answer
@@ -109,7 +109,7 @@ class InProcessShard:
         identity = pb.WorkerIdentity(worker_id=self.identity.worker_id, incarnation=self.identity.incarnation)
         base, generation = self.model.version, self.generation
         header = pb.PushHeader(identity=identity, step=self._step, generation=generation, base_version=base, samples=1)
-        apply_push(self.shard, header, [push])
+        self.shard.apply_thread.run(prepare_push(self.shard, header, [push]))
 
     def pull(self, base_version: int) -> Reply:
         """Ask for an exact reply from a version on."""

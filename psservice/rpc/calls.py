@@ -29,8 +29,11 @@ _HAVE_HEADERS = frozenset(rpc for rpc, kind in _REQUESTS.items() if "header" in 
 Answer: TypeAlias = Message | Generator[Any, None, None]
 """One message, or those of a stream."""
 
-StreamReader: TypeAlias = Generator[None, Any, Answer]
-"""See :mod:`psservice.wire.push_stream`."""
+LastStep: TypeAlias = Callable[[], Answer]
+"""What is left of a request whose messages are read and decoded: a job for the thread of the parameters."""
+
+StreamReader: TypeAlias = Generator[None, Any, Any]
+"""Ends with an :data:`Answer`, or a :data:`LastStep`. See :mod:`psservice.wire.push_stream`."""
 
 Handler: TypeAlias = "Callable[[Call, Any], Answer] | Callable[[Call], StreamReader]"
 """Answers the request of a call, or returns a reader of its stream."""
@@ -54,6 +57,7 @@ class Rule:
         changes: whether the call changes the shard, so that a drain waits for it.
         in_parts: whether a request is several messages, for a reader of them.
         stays_open: whether a stream has one request after another.
+        has_last_step: whether a reader of messages ends with a step for the thread of the parameters.
         reads_ahead: whether the next message is received while the handler works on one: of megabytes, and many.
         is_audited: whether the log has who called, and how that ended.
     """
@@ -63,6 +67,7 @@ class Rule:
     changes: bool = False
     in_parts: bool = False
     stays_open: bool = False
+    has_last_step: bool = False
     reads_ahead: bool = False
     is_audited: bool = False
 
@@ -73,7 +78,7 @@ RULES: dict[str, Rule] = {
     "Leave": Rule(Role.WORKER, Lane.JOIN),
     "UploadModel": Rule(Role.WORKER, Lane.WORK, changes=True, in_parts=True, reads_ahead=True),
     "DownloadModel": Rule(Role.READER, Lane.WORK),
-    "PushSparse": Rule(Role.WORKER, Lane.WORK, changes=True, in_parts=True, stays_open=True),
+    "PushSparse": Rule(Role.WORKER, Lane.WORK, changes=True, in_parts=True, stays_open=True, has_last_step=True),
     "PullDiff": Rule(Role.WORKER, Lane.WORK, stays_open=True),
     "ExchangeBuffers": Rule(Role.WORKER, Lane.WORK, changes=True, in_parts=True),
     "LeaseSamples": Rule(Role.WORKER, Lane.WORK, changes=True),
@@ -120,7 +125,7 @@ class Call:
         has_lease: tells whether the worker has a lease still.
         is_late: whether the time is over that the answer may wait for other workers; set by the dispatcher.
         finish: waits until the answer may be sent; ``None`` where it may be at once.
-        reservation: the memory that a stream occupies.
+        reservation: the memory that a request of several messages occupies; the dispatcher ends it.
         raw: the messages of the stream as they came, where an empty list is set.
         received_bytes: of all messages so far, as gRPC frames them.
         arrived_nanoseconds: when the message that the handler works on arrived (``perf_counter_ns``).

@@ -34,6 +34,7 @@ from psservice.rpc.calls import (
     Handler,
     HeldError,
     Lane,
+    LastStep,
     NotYetError,
     StreamReader,
     require_place,
@@ -41,7 +42,7 @@ from psservice.rpc.calls import (
 from psservice.rpc.memory_budget import MemoryBudget, received_bytes
 from psservice.rpc.open_call import OpenCall, Pool, StalledError, fetch_error
 from psservice.rpc.penalty import Penalty, is_fault
-from psservice.rpc.work import Answers, feed, more, reply_to
+from psservice.rpc.work import Answers, feed, feed_and_finish, finish, more, reply_to
 from psservice.shard.shard import Shard
 from psservice.types import Identity
 
@@ -53,10 +54,9 @@ Result = TypeVar("Result")
 _OneMessage: TypeAlias = Callable[[Call, Message], Answer]
 _InParts: TypeAlias = Callable[[Call], StreamReader]
 
-_SMALL_BYTES = 16 << 10  # of a message of a push that is little work
+_SMALL_BYTES = 16 << 10  # of a message of a push that is decoded sooner than handed over
 _LANE_THREADS = {Lane.LEASE: 2, Lane.JOIN: 2, Lane.OPERATOR: 4, Lane.FINISH: 1}
 _MOST_AHEAD = 4  # calls of which a message that is not charged yet, 4 MiB at most, is received
-_FIRST_PIECES = 4  # of work of each kind, which threads do: they may wait for a compiler
 _MOST_CALLS = 4096
 _MOST_SILENT = 256  # calls without a message, and two for each worker with a lease; beyond that the oldest is cut
 _MOST_JOINS = 16  # whose message is received at once, since it may be of megabytes
@@ -73,8 +73,7 @@ class Dispatcher:
     Args:
         handlers: by the method's name.
         authenticator: knows callers.
-        shard: has the settings with the limits of each call. Its drain waits for requests that change it, and the event
-            loop stands in for its apply thread where a request is little work.
+        shard: has the settings with the limits of each call. Its drain waits for requests that change it.
 
     Attributes:
         service: the service's handler for a gRPC server.
@@ -95,7 +94,6 @@ class Dispatcher:
         self._request_budget = MemoryBudget(_REQUEST_BYTES)
         self._stopping = False
         self._ahead = 0  # calls whose messages are received ahead
-        self._by_threads = dict.fromkeys(handlers, 0)  # pieces of work that threads have done or do
         self._metrics.running_calls.set_function(lambda: sum(pool.at_work for pool in self._pools.values()))
         self._metrics.queued.set_function(lambda: self.queued)
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
@@ -127,7 +125,7 @@ class Dispatcher:
     def close(self) -> None:
         """Wait for the running work, and end the threads."""
         for pool in self._pools.values():
-            pool.executor.shutdown()
+            pool.close()
 
     # One call
 
@@ -280,7 +278,7 @@ class Dispatcher:
             work = partial(reply_to, opened.call, cast(_OneMessage, handler), raw)
             while True:
                 try:
-                    return await self._in_thread(opened, work)
+                    return await opened.run(work)
                 except HeldError as held:
                     await self._until_woken(opened, held)
 
@@ -304,23 +302,13 @@ class Dispatcher:
     async def _in_turn(self, opened: OpenCall, handler: Handler, raw: bytes) -> Answers:
         """Answer a request of a stream, once the push that it comes behind is applied."""
         work = partial(reply_to, opened.call, cast(_OneMessage, handler), raw)
-        early: NotYetError | None = None
-        if self._stands_in(opened):
-            try:
-                return work()
-            except NotYetError as error:
-                early = error
-            finally:
-                self._apply_thread.stand_down()
         with self._request_budget.open() as reservation:  # it waits for a thread, or for a push
             reservation.add(received_bytes(len(raw)))
             while True:
                 try:
-                    if early is not None:
-                        await self._until_pushed(opened, early)
-                    return await self._here_or_in_thread(opened, work)
-                except NotYetError as error:
-                    early = error
+                    return await opened.run(work)
+                except NotYetError as early:
+                    await self._until_pushed(opened, early)
 
     async def _until_pushed(self, opened: OpenCall, early: NotYetError) -> None:
         """Wait until the next push of a worker has been answered, one way or the other."""
@@ -354,19 +342,24 @@ class Dispatcher:
                 if reads_ahead and raw is not None:
                     ahead = asyncio.ensure_future(opened.context.read())
                     ahead.add_done_callback(fetch_error)
-                work = partial(feed, call, reading, raw, time.perf_counter_ns())
-                if opened.rule.stays_open and size <= _SMALL_BYTES:
-                    answers = await self._here_or_in_thread(opened, work)
+                arrived = call, reading, raw, time.perf_counter_ns()
+                found: Answers | LastStep | None
+                if opened.rule.has_last_step and size <= _SMALL_BYTES:
+                    found = await opened.run(partial(feed_and_finish, *arrived), self._apply_thread)
                 else:
-                    answers = await self._in_thread(opened, work)
-                if answers is not None:
-                    return answers
+                    found = await opened.run(partial(feed, *arrived))
+                if callable(found):
+                    return await opened.run(partial(finish, call, found), self._apply_thread)
+                if found is not None:
+                    return found
                 raw = await self._read(opened, ahead=ahead)
         finally:
             self._ahead -= reads_ahead
             if ahead is not None:
                 ahead.cancel()
             reading.close()
+            if call.reservation is not None:
+                call.reservation.__exit__()
             if call.identity is not None and (waiting := self._waiting.pop(call.identity, None)) is not None:
                 waiting.set()
 
@@ -374,12 +367,12 @@ class Dispatcher:
         """Send the answers to a request; while one batch is sent, a thread makes the next."""
         batch, others = answers
         if opened.call.finish is not None:
-            await self._in_thread(opened, opened.call.finish)
+            await opened.run(opened.call.finish)
         making: asyncio.Task[Answers] | None = None
         try:
             while True:
                 if others is not None:
-                    making = asyncio.create_task(self._in_thread(opened, partial(more, opened.call, others)))
+                    making = asyncio.create_task(opened.run(partial(more, opened.call, others)))
                 left = len(batch)
                 for data in batch:
                     left -= 1
@@ -450,34 +443,6 @@ class Dispatcher:
         now, end = time.monotonic(), opened.started + self._settings.stream_seconds
         until, why = (now + idle, f"idle_{what}") if now + idle <= end else (end, "too_long")
         return opened.wait(client, until, why)
-
-    def _stands_in(self, opened: OpenCall) -> bool:
-        """Make the event loop the apply thread, if small requests are served here, and nothing else is done with it.
-
-        Requests that may touch a file are not served here: a disk keeps its caller waiting, and everybody waits for
-        the loop. The first few are not either: they may wait for a compiler. A thread that is at work may own a lock,
-        and wait for the apply thread.
-        """
-        return (
-            self._by_threads[opened.call.rpc] >= _FIRST_PIECES
-            and not opened.pool.at_work
-            and self._shard.is_small(changes=opened.rule.changes)
-            and self._apply_thread.stand_in()
-        )
-
-    async def _here_or_in_thread(self, opened: OpenCall, work: Callable[[], Result]) -> Result:
-        """Run little work on the event loop where that stands in for the apply thread, else in the call's lane."""
-        if not self._stands_in(opened):
-            return await self._in_thread(opened, work)
-        try:
-            return work()
-        finally:
-            self._apply_thread.stand_down()
-
-    def _in_thread(self, opened: OpenCall, work: Callable[[], Result]) -> Coroutine[Any, Any, Result]:
-        """Run work in the call's lane, once this is awaited."""
-        self._by_threads[opened.call.rpc] += 1
-        return opened.in_thread(work)
 
 
 def _audit(opened: OpenCall, ended: dict[str, str]) -> None:

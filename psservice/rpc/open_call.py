@@ -7,8 +7,9 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from pscore.telemetry import tracing
 from pscore.wire.errors import Rejected
 from psservice.rpc.calls import Call, Lane, NotYetError, Rule
 
@@ -22,10 +23,25 @@ class StalledError(Exception):
 
 
 class Pool:
-    """A lane's threads; ``at_work`` counts the requests that have one, or wait for one."""
+    """A lane's threads; ``at_work`` counts the lane's requests that are at work or wait for a thread."""
 
     def __init__(self, lane: Lane, threads: int) -> None:
-        self.executor, self.at_work = ThreadPoolExecutor(threads, f"rpc-{lane.value}"), 0
+        self._threads, self.at_work = ThreadPoolExecutor(threads, f"rpc-{lane.value}"), 0
+
+    def submit(self, job: Callable[[], Result]) -> "Future[Result]":
+        """Queue a job, and return its future."""
+        return self._threads.submit(tracing.carried(job))
+
+    def close(self) -> None:
+        """Finish the queue, and end the threads."""
+        self._threads.shutdown()
+
+
+class Executor(Protocol):
+    """Threads that jobs are handed over to: a lane's, or the one of the parameters."""
+
+    def submit(self, job: Callable[[], Result]) -> "Future[Result]":
+        """Queue a job, and return its future."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,12 +92,12 @@ class OpenCall:
         if self.timer is not None:
             self.timer.cancel()
 
-    async def in_thread(self, work: Callable[[], Result]) -> Result:
-        """Run work in the call's lane. A call that is cancelled meanwhile ends when its work has."""
+    async def run(self, work: Callable[[], Result], executor: Executor | None = None) -> Result:
+        """Run work in the call's lane or on another executor. A cancelled call ends after its work."""
         done: asyncio.Future[Result] = self.loop.create_future()
         self.pool.at_work += 1
         try:
-            future = self.pool.executor.submit(self.call.span.run, work)
+            future = self.call.span.run((executor or self.pool).submit, work)
             future.add_done_callback(lambda ended: self.loop.call_soon_threadsafe(_copy, ended, done))
             try:
                 return await done

@@ -7,7 +7,7 @@ from google.protobuf.message import Message
 
 from pscore.telemetry.span import NO_SPAN
 from pscore.wire.frames import FRAMING_BYTES
-from psservice.rpc.calls import Answer, Call, StreamReader, parse
+from psservice.rpc.calls import Answer, Call, LastStep, StreamReader, parse
 
 Answers: TypeAlias = tuple[list[bytes], Generator[Any, None, None] | None]
 """Serialized answers, and those that :func:`more` serializes; ``None`` where no more follow."""
@@ -24,8 +24,8 @@ def reply_to(call: Call, handler: Callable[[Call, Message], Answer], raw: bytes)
     return call.span.run(_begin, call, handler(call, message))
 
 
-def feed(call: Call, reading: StreamReader, raw: bytes | None, arrived_nanoseconds: int) -> Answers | None:
-    """Send a message into a reader; return its answers where the reader has ended."""
+def feed(call: Call, reading: StreamReader, raw: bytes | None, arrived_nanoseconds: int) -> Answers | LastStep | None:
+    """Send a message into a reader; return what the reader ends with, if it has ended."""
     try:
         if raw is None:
             reading.send(None)
@@ -43,8 +43,19 @@ def feed(call: Call, reading: StreamReader, raw: bytes | None, arrived_nanosecon
         else:
             call.span.run(reading.send, message)
     except StopIteration as end:
-        return _begin(call, end.value)
+        return end.value if callable(end.value) else _begin(call, end.value)
     return None
+
+
+def feed_and_finish(call: Call, reading: StreamReader, raw: bytes | None, arrived_nanoseconds: int) -> Answers | None:
+    """Send a message into a reader, and take the last step if that was the last message."""
+    found = feed(call, reading, raw, arrived_nanoseconds)
+    return finish(call, found) if callable(found) else found
+
+
+def finish(call: Call, last_step: LastStep) -> Answers:
+    """Take the last step of a request, and return its answers."""
+    return _begin(call, last_step() if call.span is NO_SPAN else call.span.run(last_step))
 
 
 def more(call: Call, answers: Generator[Any, None, None]) -> Answers:

@@ -28,7 +28,7 @@ from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message, place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.member import Member
 from psservice.model.reply_session import PullRequest, Reply
-from psservice.rpc.calls import Call, HeldError, NotYetError, require_place
+from psservice.rpc.calls import Call, HeldError, LastStep, NotYetError, require_place
 from psservice.rpc.memory_budget import MemoryBudget, Reservation, default_limit, largest_stream
 from psservice.rpc.status import REPLY_MODES, RUN_STATES, run_settings
 from psservice.sampling.codec import answer_to_message, finished_of, sample_request_of
@@ -36,7 +36,7 @@ from psservice.shard import model_install
 from psservice.shard.buffers_and_samples import exchange_buffers, lease_samples, open_exchange
 from psservice.shard.join import JoinLayouts, hear_of_shards, join, leave
 from psservice.shard.pull import pull
-from psservice.shard.push import apply_push, check_push
+from psservice.shard.push import check_push, prepare_push
 from psservice.shard.shard import Shard
 from psservice.shard.upload import Upload
 from psservice.shard.waiting import is_over, wait_for_all
@@ -125,23 +125,23 @@ class WorkerCalls:
     def upload_model(self, call: Call) -> Reading[pb.UploadModelRequest, pb.UploadModelResponse]:
         """Receive the model, or a part of it."""
         shard = self._shard
-        with self._stream(call) as reservation:
+        reservation = self._stream(call)
 
-            def open_upload(header: pb.UploadHeader) -> Upload:
-                identity = identity_from_message(header.identity)
-                reservation.belongs_to(identity.worker_id)
-                upload = model_install.open_upload(shard, identity, header.generation, header.buffer_bytes)
-                shard.run.require_upload(header.identity.run_id)
-                call.on_received = partial(shard.leases.received, identity)
-                return upload
+        def open_upload(header: pb.UploadHeader) -> Upload:
+            identity = identity_from_message(header.identity)
+            reservation.belongs_to(identity.worker_id)
+            upload = model_install.open_upload(shard, identity, header.generation, header.buffer_bytes)
+            shard.run.require_upload(header.identity.run_id)
+            call.on_received = partial(shard.leases.received, identity)
+            return upload
 
-            header, upload, is_whole = yield from read_upload(open_upload, lambda: call.values, reservation.clear)
-            answer = upload.received()
-            if is_whole:
-                answer.version = model_install.finish_upload(
-                    shard, upload, header.version, run_id=header.identity.run_id, digest=header.digest
-                )
-            return answer
+        header, upload, is_whole = yield from read_upload(open_upload, lambda: call.values, reservation.clear)
+        answer = upload.received()
+        if is_whole:
+            answer.version = model_install.finish_upload(
+                shard, upload, header.version, run_id=header.identity.run_id, digest=header.digest
+            )
+        return answer
 
     def download_model(
         self, call: Call, request: pb.DownloadModelRequest
@@ -184,30 +184,33 @@ class WorkerCalls:
                 yield pb.DownloadModelResponse(buffers=piece)
             yield pb.DownloadModelResponse(commit=checksum.commit())
 
-    def push_sparse(self, call: Call) -> Reading[pb.PushSparseRequest, pb.PushSparseResponse]:
-        """Receive a push and apply it."""
+    def push_sparse(self, call: Call) -> Reading[pb.PushSparseRequest, LastStep]:
+        """Receive a push; the last step applies it."""
         shard = self._shard
         call.raw = None if shard.durability.events.journal is None else []
-        with self._stream(call) as reservation:
-            receiving, member = NO_SPAN, None
+        reservation = self._stream(call)
+        receiving, member = NO_SPAN, None
 
-            def accept(header: pb.PushHeader) -> Span:
-                nonlocal receiving, member
-                identity = self._identify(call, header.identity)
-                reservation.belongs_to(identity.worker_id)
-                call.on_received = partial(shard.leases.received, identity)
-                receiving = tracing.begin("receive")
-                member = check_push(shard, identity, header.step)
-                finished_of(header)  # refused here, before the rest of it is received
-                return shard.span
+        def accept(header: pb.PushHeader) -> Span:
+            nonlocal receiving, member
+            identity = self._identify(call, header.identity)
+            reservation.belongs_to(identity.worker_id)
+            call.on_received = partial(shard.leases.received, identity)
+            receiving = tracing.begin("receive")
+            member = check_push(shard, identity, header.step)
+            finished_of(header)  # refused here, before the rest of it is received
+            return shard.span
 
-            try:
-                header, segments, arrivals = yield from read_push(
-                    accept, lambda: call.arrived_nanoseconds, lambda: call.values
-                )
-            finally:
-                receiving.end()
-            answer, repeated = apply_push(shard, header, segments, call.raw or ())
+        try:
+            header, segments, arrivals = yield from read_push(
+                accept, lambda: call.arrived_nanoseconds, lambda: call.values
+            )
+        finally:
+            receiving.end()
+        apply = prepare_push(shard, header, segments, call.raw or ())
+
+        def last_step() -> pb.PushSparseResponse:
+            answer, repeated = apply()
             self._finish(call)
             if repeated:
                 self._metrics.repeated_pushes.inc()
@@ -224,6 +227,8 @@ class WorkerCalls:
                 live_workers=len(shard.leases),
                 run_state=RUN_STATES[shard.run.state],
             )
+
+        return last_step
 
     def pull_diff(self, call: Call, request: pb.PullDiffRequest) -> Iterator[bytes]:
         """Send a worker what its replica lacks."""
@@ -264,17 +269,17 @@ class WorkerCalls:
     def exchange_buffers(self, call: Call) -> Reading[pb.ExchangeBuffersRequest, Iterator[pb.ExchangeBuffersResponse]]:
         """Average a worker's buffers."""
         shard = self._shard
-        with self._stream(call) as reservation:
-            header: pb.BuffersHeader = header_of((yield), "an exchange of buffers")
-            identity = self._identity(header.identity)
-            reservation.belongs_to(identity.worker_id)
-            buffers = open_exchange(shard, identity, header.generation)
-            reader = frames.BytesReader(header.buffer_bytes, packed_bytes(buffers.exchanged))
-            while not reader.complete and (request := (yield)) is not None:
-                reader.read(request.buffers)
-            data = reader.finish()
-            require_end((yield))
-            average = exchange_buffers(shard, identity, header.generation, header.step, header.samples, data)
+        reservation = self._stream(call)
+        header: pb.BuffersHeader = header_of((yield), "an exchange of buffers")
+        identity = self._identity(header.identity)
+        reservation.belongs_to(identity.worker_id)
+        buffers = open_exchange(shard, identity, header.generation)
+        reader = frames.BytesReader(header.buffer_bytes, packed_bytes(buffers.exchanged))
+        while not reader.complete and (request := (yield)) is not None:
+            reader.read(request.buffers)
+        data = reader.finish()
+        require_end((yield))
+        average = exchange_buffers(shard, identity, header.generation, header.step, header.samples, data)
         self._metrics.count("ExchangeBuffers", received_bytes=call.received_bytes)
         call.on_sent = partial(self._sent, "ExchangeBuffers", None)
         pieces = frames.encode_bytes(average, self._settings.chunk_bytes)
@@ -322,9 +327,9 @@ class WorkerCalls:
             call.finish = self._shard.durability.events.wait
 
     def _stream(self, call: Call) -> Reservation:
-        """Open the reservation of a stream that a worker sends."""
+        """Open the reservation of a stream that a worker sends; it ends with the request."""
         most_of_stream, most_of_worker, _ = self._limits()
-        call.reservation = self._push_budget.open(most_of_stream, most_of_worker)
+        call.reservation = self._push_budget.open(most_of_stream, most_of_worker).__enter__()
         return call.reservation
 
     def _limits(self) -> tuple[int, int, int]:

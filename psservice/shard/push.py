@@ -1,7 +1,7 @@
 """A push, from its header to its answer."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pscore.model.sparse_slice import SparseSlice, merge
 from pscore.wire.errors import ErrorCode, Rejected
@@ -33,10 +33,12 @@ def check_push(shard: Shard, identity: Identity, step: int) -> Member:
     return member
 
 
-def apply_push(
+def prepare_push(
     shard: Shard, header: pb.PushHeader, segments: Iterable[SparseSlice], messages: Sequence[bytes] = ()
-) -> tuple[PushAnswer, bool]:
-    """Apply a push once; return the answer and whether this identity had been answered before.
+) -> Callable[[], tuple[PushAnswer, bool]]:
+    """Return the job for the apply thread that applies a push once.
+
+    The job returns the answer, and whether this identity had been answered before.
 
     The segments are disjoint, inside the shard's span, and in any order; ``messages`` go into the journal. The answer
     may be sent after ``durability.events.wait``.
@@ -45,7 +47,7 @@ def apply_push(
     norm, finished = shard.admission.norm(merged), finished_of(header)
     update = on_device(merged, shard.device)
     body = shard.durability.events.push_body(messages)
-    return shard.apply_thread.run(lambda: _apply(shard, header, update, norm, finished, body))
+    return lambda: _apply(shard, header, update, norm, finished, body)
 
 
 def _apply(

@@ -37,9 +37,6 @@ from psservice.shard.upload import Uploads
 from psservice.storage.environment import Environment
 from psservice.types import Identity
 
-_SMALL_ELEMENTS = 1 << 17
-"""Elements of a small shard at most: a dense reply of these is 512 KiB."""
-
 
 class Shard:
     """One shard of one run; :func:`psservice.shard.lifecycle.open_shard` makes and recovers it (``StorageError``).
@@ -119,19 +116,6 @@ class Shard:
     def model(self) -> ModelShard | None:
         """The shard's part of the model, from the upload on."""
         return None if self.synchronizer is None else self.synchronizer.model
-
-    def is_small(self, *, changes: bool) -> bool:
-        """Tell whether a push (which ``changes`` the model) or a pull is little work, and touches no file.
-
-        With a journal each push writes a record, and a pull writes one if it closes a round.
-        """
-        synchronizer, events = self.synchronizer, self.durability.events
-        if synchronizer is None or events.must_wait:
-            return False
-        if events.journal is not None and (changes or not synchronizer.model.mode.is_asynchronous):
-            return False
-        span = synchronizer.model.span
-        return span.end - span.start <= _SMALL_ELEMENTS
 
     def set_model(self, model: ModelShard) -> None:
         """Replace the model; while nothing is served, or the apply thread is held."""

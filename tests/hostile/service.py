@@ -61,7 +61,7 @@ def called(shard: Shard, handler: Any, rpc: str, request: Any) -> list[Any]:
     try:
         with shard.drain_gate if RULES[rpc].changes else nullcontext():
             if isinstance(request, list):
-                answer = _read(handler(call), call, request)
+                answer = _read(shard, handler(call), call, request)
             else:
                 check(call, request)
                 try:
@@ -78,8 +78,8 @@ def called(shard: Shard, handler: Any, rpc: str, request: Any) -> list[Any]:
         raise Ended(grpc.StatusCode.INTERNAL, repr(error)) from error
 
 
-def _read(reading: Any, call: Call, requests: list[Any]) -> Any:
-    """Send a stream into a reader until it ends, and keep it as it came where the handler asks for that."""
+def _read(shard: Shard, reading: Any, call: Call, requests: list[Any]) -> Any:
+    """Send a stream into a reader until it ends, take the last step, and keep the stream as the handler asks for."""
     next(reading)
     try:
         for request in requests:
@@ -89,7 +89,10 @@ def _read(reading: Any, call: Call, requests: list[Any]) -> Any:
             reading.send(request)
         reading.send(None)
     except StopIteration as end:
-        return end.value
+        return shard.apply_thread.run(end.value) if callable(end.value) else end.value
+    finally:
+        if call.reservation is not None:
+            call.reservation.__exit__()
     raise AssertionError("a reader must end where its stream ends")
 
 

@@ -18,7 +18,7 @@ from psservice.shard import join as joining
 from psservice.shard import pull as pulling
 from psservice.shard.lifecycle import open_shard
 from psservice.shard.model_install import finish_upload, open_upload
-from psservice.shard.push import apply_push
+from psservice.shard.push import prepare_push
 from psservice.types import Identity
 
 HOUR = 3600.0
@@ -107,7 +107,7 @@ def push(shard, step, entries=(), who=ANNA, *, generation=None, base=0, samples=
         offsets = torch.tensor([i - shard.span.start for i in chosen], dtype=torch.int64)
         values = torch.tensor([entries[i] for i in chosen], dtype=torch.float32)
         entries = [SparseSlice(shard.span, offsets, values)] if chosen else []
-    answer = apply_push(shard, *push_of(who, step, generation, base, samples, list(entries)))
+    answer = shard.apply_thread.run(prepare_push(shard, *push_of(who, step, generation, base, samples, list(entries))))
     shard.durability.events.wait()
     return answer
 

@@ -13,7 +13,7 @@ from psservice.model.undo_log import Overwritten, UndoLog
 from psservice.model.update.base import PushContext
 from psservice.policy.staleness import StalenessScaling
 from psservice.settings import ShardSettings
-from psservice.shard.push import apply_push
+from psservice.shard.push import prepare_push
 from tests.psservice.service_makers import F32, bits, layout_of, sparse_push
 from tests.psservice.shard_makers import (
     ANNA,
@@ -192,7 +192,7 @@ def test_an_engine_compensates_by_the_rate_that_the_push_carries():
         push(shard, 1, {0: 1.0})
         offsets, values = torch.tensor([0]), torch.tensor([0.5])
         stale = push_of(ANNA, 2, shard.model.generation, 0, 1, [SparseSlice(shard.span, offsets, values)], 0.25)
-        apply_push(shard, *stale)
+        shard.apply_thread.run(prepare_push(shard, *stale))
         assert theta(shard)[0] == -1.0 - (0.5 + (1.0 / 0.25) * 0.25 * -1.0)
 
 

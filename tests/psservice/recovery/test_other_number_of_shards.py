@@ -13,7 +13,7 @@ from psservice.model.update.base import PieceState
 from psservice.model.update.torch_optimizer import reshard
 from psservice.sampling.dataset import Plan, SampleRequest
 from psservice.shard.buffers_and_samples import lease_samples
-from psservice.shard.push import apply_push
+from psservice.shard.push import prepare_push
 from psservice.storage.files import StorageError
 from tests.psservice.service_makers import F32, layout_of
 from tests.psservice.shard_makers import ANNA, BERT, join, open_shards, present, push_of, upload
@@ -42,7 +42,9 @@ def push(shard, who, step, gradient, finished=None):
     values = gradient[shard.span.start : shard.span.end]
     done = {"train": {0: Ranges([finished])}} if finished else {}
     segments = [SparseSlice(shard.span, None, values)]
-    apply_push(shard, *push_of(who, step, present(shard), shard.model.version, 1, segments, finished=done))
+    shard.apply_thread.run(
+        prepare_push(shard, *push_of(who, step, present(shard), shard.model.version, 1, segments, finished=done))
+    )
 
 
 def train(shards, who, gradients):

@@ -21,7 +21,7 @@ from psservice.shard import shard
 from psservice.shard.buffers_and_samples import exchange_buffers
 from psservice.shard.join import leave
 from psservice.shard.lifecycle import finish, open_shard
-from psservice.shard.push import apply_push
+from psservice.shard.push import prepare_push
 from psservice.storage.files import DISK, StorageError
 from psservice.storage.journal import segment_numbers, segment_path
 from psservice.storage.journal_format import DamagedError
@@ -88,7 +88,9 @@ def send(shard, step, segment, who=ANNA, **options):
     """Push over a stream; return the answer and whether it was a repeat."""
     messages = stream(shard, step, segment, who, **options)
     header, segments, _ = read_all(read_push(lambda opened: shard.span), messages)
-    answer = apply_push(shard, header, segments, [message.SerializeToString() for message in messages])
+    answer = shard.apply_thread.run(
+        prepare_push(shard, header, segments, [message.SerializeToString() for message in messages])
+    )
     shard.durability.events.wait()
     return answer
 

@@ -99,7 +99,7 @@ def test_an_error_of_work_whose_client_has_gone_is_logged_unless_it_is_an_answer
         raise error
 
     async def body(opened, loop):
-        working = asyncio.ensure_future(opened.in_thread(work))
+        working = asyncio.ensure_future(opened.run(work))
         await loop.run_in_executor(None, started.wait)
         working.cancel()
         await asyncio.sleep(0)

@@ -12,7 +12,7 @@ from psservice.shard.buffers_and_samples import lease_samples
 from psservice.shard.join import leave
 from psservice.shard.lifecycle import finish as finish_run
 from psservice.shard.model_install import roll_back
-from psservice.shard.push import apply_push
+from psservice.shard.push import prepare_push
 from psservice.types import Identity
 from psservice.wire.push_stream import read_all, read_push
 from tests.psservice.recovery.test_recovery import Shard, after_a_crash, begin, stream
@@ -44,7 +44,7 @@ def finish(shard, step, share, who=ANNA):
     messages[0].header.finished.add(dataset="train", ranges=share_to_messages(share))
     header, segments, _ = read_all(read_push(lambda opened: shard.span), messages)
     raw = [message.SerializeToString() for message in messages]
-    answer = apply_push(shard, header, segments, raw)
+    answer = shard.apply_thread.run(prepare_push(shard, header, segments, raw))
     shard.durability.events.wait()
     return answer
 
@@ -75,7 +75,7 @@ def test_a_push_that_is_refused_finishes_nothing():
             push(shard, step, {1: 0.5}, BERT)
         done = {"train": {0: Ranges([(0, 3)])}}
         late = push_of(ANNA, 1, shard.model.generation, 0, 1, [], finished=done)
-        assert reason_of(apply_push, shard, *late) is ErrorCode.TOO_STALE
+        assert reason_of(shard.apply_thread.run, prepare_push(shard, *late)) is ErrorCode.TOO_STALE
         assert held(shard) == {0: Ranges([(0, 8)])}
 
 
