@@ -38,41 +38,47 @@ class ApplyThread:
         on_failure: Callable[[], None] = lambda: None,
         environment: Environment = MACHINE,
     ) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any], float] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], bool, Future[Any], float] | None] = queue.SimpleQueue()
         self._waited, self._on_failure = waited, on_failure
         self.failed = self.held = self._closed = False
         self._closing = threading.Lock()
         self._whole_changes = _WholeChanges(self)
         self._thread = environment.start(self._work, "apply-thread")
 
-    def submit(self, job: Callable[[], Result]) -> "Future[Result]":
-        """Queue ``job`` and return its future; waits for nothing. Raises :class:`Rejected` if none is run any more."""
+    def submit(self, job: Callable[[], Result], *, while_held: bool = False) -> "Future[Result]":
+        """Queue ``job`` and return its future; waits for nothing. Raises :class:`Rejected` if none is run any more.
+
+        ``while_held``: also while the model is replaced, which does not concern the job.
+        """
         future: Future[Result] = Future()
         if self._thread is None:
-            self._run(job, future)
+            self._run(job, while_held, future)
             return future
         with self._closing:
-            self._require_open()
-            self._jobs.put((tracing.carried(job, "queue"), future, time.perf_counter()))
+            self._require_open(while_held)
+            self._jobs.put((tracing.carried(job, "queue"), while_held, future, time.perf_counter()))
         return future
 
-    def run(self, job: Callable[[], Result]) -> Result:
-        """Run ``job`` on the apply thread, at once in a job; return its result or raise its error."""
+    def run(self, job: Callable[[], Result], *, while_held: bool = False) -> Result:
+        """Run ``job`` on the apply thread, at once in a job; return its result or raise its error.
+
+        ``while_held``: as :meth:`submit`.
+        """
         if self._thread is None or threading.get_ident() == self._thread.ident:
             if self.failed or self.held or self._closed:
-                self._require_open()
+                self._require_open(while_held)
             return job()
-        return self.submit(job).result()
+        return self.submit(job, while_held=while_held).result()
 
-    def _require_open(self) -> None:
-        self.require_free()
+    def _require_open(self, while_held: bool) -> None:
+        self._require_free(while_held)
         if self._closed:
             raise Rejected(ErrorCode.DRAINING, "the server is stopping")
 
-    def require_free(self) -> None:
+    def _require_free(self, while_held: bool) -> None:
         """Raise :class:`Rejected` while the state is replaced (``BUSY``) or half changed (``DRAINING``)."""
         self.require_whole()
-        if self.held:
+        if self.held and not while_held:
             raise Rejected(ErrorCode.BUSY, "another model is being installed", retry_seconds=BUSY_RETRY_SECONDS)
 
     def require_whole(self) -> None:
@@ -107,14 +113,14 @@ class ApplyThread:
 
     def _work(self) -> None:
         while (entry := self._jobs.get()) is not None:
-            job, future, submitted = entry
+            job, while_held, future, submitted = entry
             self._waited(time.perf_counter() - submitted)
-            self._run(job, future)
+            self._run(job, while_held, future)
             del entry, job, future  # or the thread keeps what they refer to until the next job
 
-    def _run(self, job: Callable[[], Any], future: "Future[Any]") -> None:
+    def _run(self, job: Callable[[], Any], while_held: bool, future: "Future[Any]") -> None:
         try:
-            self.require_free()
+            self._require_free(while_held)
             result = job()
         except BaseException as error:
             future.set_exception(error)

@@ -1,6 +1,6 @@
 """Values that several rooms exchange."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -17,5 +17,5 @@ class PushAnswer:
 
     version: int
     staleness: int
-    apply_nanoseconds: int
+    apply_nanoseconds: int = field(compare=False)
     applied_scale: float = 1.0

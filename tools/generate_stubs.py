@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Regenerate the gRPC stubs in pscore/wire/v1 from proto/sparseps/v1, or check that they have not drifted.
+"""Regenerate the stubs of proto/ in pscore and psservice, or check that they have not drifted.
 
     python tools/generate_stubs.py            write the stubs
     python tools/generate_stubs.py --check    compare only; exit status 1 names the files that differ
@@ -24,8 +24,8 @@ from pathlib import Path
 
 GENERATOR_VERSION = "1.80.0"  # of grpcio-tools; writes gencode for grpcio >= 1.80.0 and protobuf >= 6.31.1
 ROOT = Path(__file__).resolve().parent.parent
-PROTO_FOLDER = ROOT / "proto" / "sparseps" / "v1"
-PACKAGE = "pscore/wire/v1"  # where the stubs live, and so how they import one another
+PACKAGES = {"pscore/wire/v1": "proto/sparseps/v1", "psservice/state/v1": "proto/sparseps/journal/v1"}
+"""Where stubs live, and so how they import one another, and what they are made of."""
 GENERATOR_FOLDER = Path(sys.prefix) / f"grpcio-tools-{GENERATOR_VERSION}"
 SHOWN_LINES = 20  # of each drifted file's difference
 
@@ -56,31 +56,35 @@ def prepare() -> None:
 
 
 def generate(output: Path) -> None:
-    """Write the stubs of every proto file under `output`/pscore/v1."""
+    """Write the stubs of every proto file under `output`."""
     prepare()
     beside_python = f"{Path(sys.executable).parent}{os.pathsep}{os.defpath}"
     plugins = {name: shutil.which(name, path=beside_python) for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")}
     if None in plugins.values():
         raise GeneratorError("mypy-protobuf is missing: pip install -e '.[dev]' -c constraints.txt")
-    names = [f"{PACKAGE}/{path.name}" for path in sorted(PROTO_FOLDER.glob("*.proto"))]
-    _run(
-        [sys.executable, "-m", "grpc_tools.protoc", f"-I{PACKAGE}={PROTO_FOLDER}"]
-        + [f"--plugin={name}={path}" for name, path in plugins.items()]
-        + [f"--{kind}_out={output}" for kind in ("python", "mypy", "grpc_python", "mypy_grpc")]
-        + names,
-        "the generator failed",
-        PYTHONPATH=str(GENERATOR_FOLDER),
-    )
+    for package, source in PACKAGES.items():
+        folder = ROOT / source
+        paths = sorted(folder.glob("*.proto"))
+        has_services = any("\nservice " in path.read_text(encoding="utf-8") for path in paths)
+        kinds = ("python", "mypy", "grpc_python", "mypy_grpc") if has_services else ("python", "mypy")
+        _run(
+            [sys.executable, "-m", "grpc_tools.protoc", f"-I{package}={folder}"]
+            + [f"--plugin={name}={path}" for name, path in plugins.items()]
+            + [f"--{kind}_out={output}" for kind in kinds]
+            + [f"{package}/{path.name}" for path in paths],
+            "the generator failed",
+            PYTHONPATH=str(GENERATOR_FOLDER),
+        )
 
 
 def drifted(fresh: Path, kept: Path) -> dict[str, list[str]]:
     """Return, for each stub that is missing, left over or different in `kept`, its unified difference."""
-    names = {path.name for folder in (fresh, kept) for path in folder.glob("*_pb2*.py*") if path.is_file()}
+    roots = [(root, root / package) for root in (fresh, kept) for package in PACKAGES]
+    stubs = [(root, path) for root, folder in roots for path in folder.glob("*_pb2*.py*") if path.is_file()]
     differences = {}
-    for name in sorted(names):
-        before, after = (_lines(folder / name) for folder in (kept, fresh))
+    for label in sorted({path.relative_to(root).as_posix() for root, path in stubs}):
+        before, after = (_lines(root / label) for root in (kept, fresh))
         if before != after:
-            label = f"{PACKAGE}/{name}"
             differences[label] = list(
                 difflib.unified_diff(before or [], after or [], f"{label} (kept)", f"{label} (fresh)", lineterm="", n=1)
             )
@@ -99,20 +103,19 @@ def _run(command: list[str], complaint: str, **environment: str) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    parser = argparse.ArgumentParser(description="Regenerate the gRPC stubs in pscore/wire/v1, or check them.")
+    parser = argparse.ArgumentParser(description="Regenerate the stubs of proto/, or check them.")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--check", action="store_true", help="compare only; exit status 1 names the files that differ")
     only.add_argument("--prepare", action="store_true", help="fetch the generator only")
     options = parser.parse_args(arguments)
-    kept = ROOT / PACKAGE
     try:
         if options.prepare:
             prepare()
             return 0
         with tempfile.TemporaryDirectory() as folder:
             generate(Path(folder))
-            fresh = Path(folder) / PACKAGE
-            differences = drifted(fresh, kept)
+            fresh = Path(folder)
+            differences = drifted(fresh, ROOT)
             if options.check:
                 for name, lines in differences.items():
                     print(f"drifted: {name}")
@@ -121,16 +124,16 @@ def main(arguments: list[str] | None = None) -> int:
                 if differences:
                     print("run: python tools/generate_stubs.py", file=sys.stderr)
                 return 1 if differences else 0
-            kept.mkdir(parents=True, exist_ok=True)
             for name in differences:
-                source, target = fresh / Path(name).name, kept / Path(name).name
+                source, target = fresh / name, ROOT / name
+                target.parent.mkdir(parents=True, exist_ok=True)
                 if source.is_file():
                     shutil.copyfile(source, target)
                 else:
                     target.unlink()
                 print(f"{'wrote' if source.is_file() else 'removed'} {name}")
             if not differences:
-                print(f"{PACKAGE} is in step with {PROTO_FOLDER.relative_to(ROOT)}")
+                print(f"{', '.join(PACKAGES)}: in step with proto/")
     except (GeneratorError, OSError) as error:
         print(f"generate_stubs: {error}", file=sys.stderr)
         return 2

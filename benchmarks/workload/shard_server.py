@@ -99,7 +99,7 @@ class InProcessShard:
         """Merge and apply a push that has been read; the messages go into the journal, where there is one."""
         raw = [message.SerializeToString() for message in messages]
         answer, repeated = self.shard.apply_thread.run(prepare_push(self.shard, header, segments, raw))
-        self.shard.durability.events.wait()
+        self.shard.durability.records.wait()
         assert not repeated
         return answer
 

@@ -16,6 +16,7 @@ from psservice.model.reply_session import ReplySession
 from psservice.policy.admission import Pace
 from psservice.policy.reply_mode import ReplyRule
 from psservice.policy.staleness import smoothed
+from psservice.state.workers import Worker
 from psservice.types import Identity
 
 
@@ -61,8 +62,8 @@ class Leases:
         self._lock = threading.RLock()
         self._bans: dict[str, float] = {}  # ends by name; in memory only, so a restart forgets them
 
-    def join(self, identity: Identity) -> Member:
-        """Grant or renew a lease; raises :class:`Rejected` (``WORKER_ALIVE``, ``EVICTED``)."""
+    def require_free(self, identity: Identity) -> Member | None:
+        """Return the live member, ``None`` if a lease can be granted; raises ``WORKER_ALIVE`` or ``EVICTED``."""
         with self._lock:
             self._require_no_ban(identity.worker_id)
             now = self.clock()
@@ -77,11 +78,14 @@ class Leases:
                     worker=identity.worker_id,
                     lease_seconds=f"{remaining:.3f}",
                 )
-            if member is None:
-                member = Member(identity, ReplySession(self._make_rule()), 0.0, clock_moved=now)
-                # The slowest member's, so that nobody waits for the new worker's past.
-                member.clock = min((other.clock for other in self._members.values()), default=0)
-                self._members[identity.worker_id] = member
+            return None if member is None else self._renewed(member, now)
+
+    def grant(self, worker: Worker) -> Member:
+        """Give a worker that has joined a lease; after :meth:`require_free`."""
+        with self._lock:
+            now = self.clock()
+            member = Member(worker, ReplySession(self._make_rule()), 0.0, clock_moved=now)
+            self._members[worker.identity.worker_id] = member
             return self._renewed(member, now)
 
     def find(self, identity: Identity) -> Member | None:
@@ -121,7 +125,6 @@ class Leases:
             if member is None or member.identity != identity:
                 return False
             del self._members[identity.worker_id]
-            self._end_wait()
         self.waiters.wake()
         return True
 
@@ -137,7 +140,6 @@ class Leases:
             if ban_seconds > 0:
                 self._bans[worker_id] = self.clock() + ban_seconds
             evicted = self._members.pop(worker_id, None)
-            self._end_wait()
         self.waiters.wake()
         return evicted
 
@@ -153,7 +155,6 @@ class Leases:
         with self._lock:
             self._drop_ended(self.clock())
             ended, self._ended = self._ended, []
-            self._end_wait()
         if ended:
             self.waiters.wake()
         return ended
@@ -174,54 +175,25 @@ class Leases:
             self._drop_ended(self.clock())
             return len(self._members)
 
-    def wait_for_all(self, identity: Identity, number: int, *, again: bool) -> list[str]:
-        """Note that a worker is through; return the live workers that are not, none where that wait is over.
-
-        ``again``: also where the wait of that number is over. Raises as :meth:`require`.
-        """
-        with self._lock:
-            member = self.require(identity)
-            if number > member.last_wait or again:
-                member.wait = number
-            is_over = self._end_wait()
-            waited_for = self.waited_for(identity, number)
-        if is_over:
-            self.waiters.wake()
-        return waited_for
-
-    def waited_for(self, identity: Identity, number: int) -> list[str]:
-        """Return by name whom a wait goes on for; none where it is over, or its worker has no lease any more."""
-        with self._lock:
-            member = self._find(identity, self.clock())
-            if member is None or number <= member.last_wait:
-                return []
-            return sorted(name for name, other in self._members.items() if not other.wait)
-
     def pace(self, member: Member) -> Pace | None:
         """Compare a member's clock with those of the other live ones that train; ``None`` where there is no other."""
         with self._lock:
             self._drop_ended(self.clock())
-            others = [other for other in self._members.values() if other is not member and not other.wait]
+            others = [other for other in self._members.values() if other is not member and not other.worker.wait]
             if not others:
                 return None
-            slowest = min(others, key=lambda other: (other.clock, other.clock_moved))
-            return Pace(
-                member.clock, slowest.clock, slowest.identity.worker_id, max(0.0, self.clock() - slowest.clock_moved)
-            )
+            slowest = min(others, key=lambda other: (other.worker.clock, other.clock_moved))
+            clock, name = slowest.worker.clock, slowest.identity.worker_id
+            return Pace(member.worker.clock, clock, name, max(0.0, self.clock() - slowest.clock_moved))
 
-    def tick(self, member: Member) -> None:
-        """Advance a member's clock after one of the member's pushes was applied."""
+    def pushed(self, member: Member) -> None:
+        """Note that one of a member's pushes was applied."""
         with self._lock:
             now = self.clock()
             if member.pushes:
                 member.interval_seconds = smoothed(member.interval_seconds, now - member.clock_moved)
             member.has_no_samples = False
-            if member.wait:  # the worker goes on after a wait in vain: nobody waits for what it has not done meanwhile
-                member.wait = 0
-                others = (other.clock for other in self._members.values() if other is not member and not other.wait)
-                member.clock = max(member.clock, min(others, default=0))
             member.pushes += 1
-            member.clock += 1
             member.clock_moved = now
 
     def same_batches(self, member: Member, fingerprint: int) -> int:
@@ -239,7 +211,7 @@ class Leases:
 
     def clock_spread(self) -> int:
         """Return how many pushes the slowest live member is behind the fastest."""
-        clocks = [member.clock for member in self.members() if not member.wait]
+        clocks = [member.worker.clock for member in self.members() if not member.worker.wait]
         return max(clocks, default=0) - min(clocks, default=0)
 
     def reset_downlinks(self) -> None:
@@ -249,17 +221,6 @@ class Leases:
                 member.downlink = ReplySession(self._make_rule())
 
     # Below, the lock is held.
-
-    def _end_wait(self) -> bool:
-        """End the wait if every live worker is through; tell whether it has ended."""
-        self._drop_ended(self.clock())
-        members = self._members.values()
-        if not members or not all(member.wait for member in members):
-            return False
-        clock = max(member.clock for member in members)
-        for member in members:
-            member.last_wait, member.wait, member.clock = max(member.wait, member.last_wait), 0, clock
-        return True
 
     def _require_no_ban(self, worker_id: str) -> None:
         remaining = self._bans.get(worker_id, 0.0) - self.clock()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from psservice.model.reply_session import ReplyMode, ReplySession
+from psservice.state.workers import Worker
 from psservice.types import Identity
 
 
@@ -13,18 +14,15 @@ class Member:
     Attributes:
         received_bytes: of streams, also of those that were cut.
         reply_density: density of the last reply.
-        index_codecs: those that the worker reads.
-        clock: pushes since the worker joined, counted from the slowest live clock at that time.
+        worker: what the journal knows of it.
         clock_moved: when the worker last pushed, or joined.
         interval_seconds: mean time between the worker's pushes; 0 before the second.
         first_batches: fingerprint of the worker's first batches; 0 where the worker has not sent one.
         batches_told: when the worker first sent that fingerprint.
-        wait: number of the wait for all others in which the worker is; 0 while it trains (docs/reference/protocol.md).
-        last_wait: number of the last wait that is over.
         has_no_samples: the last lease of samples was empty and the worker holds none: rounds close without the worker.
     """
 
-    identity: Identity
+    worker: Worker
     downlink: ReplySession
     lease_end: float
     last_step: int = 0
@@ -36,17 +34,18 @@ class Member:
     samples: int = 0
     reply_mode: ReplyMode | None = None
     reply_density: float = 0.0
-    index_codecs: frozenset[int] = frozenset()
-    clock: int = 0
     clock_moved: float = 0.0
     interval_seconds: float = 0.0
     first_batches: int = 0
     batches_told: float = 0.0
-    wait: int = 0
-    last_wait: int = 0
     has_no_samples: bool = False
+
+    @property
+    def identity(self) -> Identity:
+        """Whose lease it is."""
+        return self.worker.identity
 
     @property
     def makes_pushes(self) -> bool:
         """Whether the others may have to wait for a push of this worker."""
-        return not self.wait and not self.has_no_samples
+        return not self.worker.wait and not self.has_no_samples

@@ -17,11 +17,12 @@ from pscore.wire.generation import sibling_generation
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.checkpoints import Checkpoints, new_id
 from psservice.model.parameters import ModelShard
-from psservice.recovery.capture import Capture, Content, DurableShard, capture
-from psservice.recovery.event_log import EventLog, or_not_durable
+from psservice.recovery.capture import Capture, DurableShard, capture
+from psservice.recovery.past import Past
+from psservice.recovery.record_log import RecordLog, or_not_durable
 from psservice.recovery.refusal import or_storage_error
 from psservice.recovery.replay import replay_to
-from psservice.recovery.replayer import LogReplayer
+from psservice.state.state import ShardState
 from psservice.storage.datadir import DataDir
 from psservice.storage.files import StorageError, discard
 from psservice.storage.manifest import Manifest
@@ -37,13 +38,12 @@ _PERIODS_ALONE = 3  # after which a shard that hears of no checkpoint takes a sn
 
 
 class Durability:
-    """Writes events and snapshots of a shard to its data directory. Without one, every call does nothing.
+    """Writes records and snapshots of a shard to its data directory. Without one, every call does nothing.
 
     The shard may be under construction: only its settings and its environment are read at first. ``on_health`` is
     called after each change of ``is_healthy``.
 
     Attributes:
-        averaging: locked while buffers are averaged in and journaled, so that a snapshot falls between two of these.
         snapshot_errors: snapshots that could not be taken, since the start.
 
     Raises:
@@ -57,9 +57,8 @@ class Durability:
         self._on_health = on_health
         if self._settings.data_dir is not None and self._settings.durability != "none":
             self._dir = DataDir(self._settings, self._environment, on_health)
-        self.events = EventLog()
+        self.records = RecordLog()
         self.checkpoints = Checkpoints()
-        self.averaging = threading.Lock()
         self._snapshotting = threading.Lock()
         self._stop, self._wake = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -71,22 +70,22 @@ class Durability:
     @property
     def journal_bytes(self) -> int:
         """Bytes appended to the journal since the start."""
-        return self.events.journal.bytes_written if self.events.journal else 0
+        return self.records.journal.bytes_written if self.records.journal else 0
 
     @property
     def journal_errors(self) -> int:
         """Failed attempts to write the journal, or to force it to the disk, since the start."""
-        return self.events.journal.errors if self.events.journal else 0
+        return self.records.journal.errors if self.records.journal else 0
 
     @property
     def is_healthy(self) -> bool:
         """Whether pushes are made durable as promised."""
-        return not self._is_lost and (self.events.journal is None or self.events.journal.healthy)
+        return not self._is_lost and (self.records.journal is None or self.records.journal.healthy)
 
     @property
     def is_broken(self) -> bool:
         """Whether nothing can be written any more until the server is started again."""
-        return self._is_lost or bool(self.events.journal and self.events.journal.broken)
+        return self._is_lost or bool(self.records.journal and self.records.journal.broken)
 
     @property
     def snapshot_interval_seconds(self) -> float:
@@ -113,49 +112,49 @@ class Durability:
                     "stop the server and put the backup's `snapshots` into the data directory itself",
                     extra={"path": str(path)},
                 )
-            self.events.journal = data_dir.begin(is_served=True)
+            self.records.journal = data_dir.begin(is_served=True)
             return
-        source, replayer = self._replay(data_dir, source)
+        source, past = self._replay(data_dir, source)
         manifest = source.snapshot.manifest
         if source.lost:
-            dropped = f"at least {replayer.versions_dropped()}"
+            dropped = f"at least {past.versions_dropped()}"
             log.error(
                 "went back to the last good version",
-                extra={"version": replayer.model.version, "versions_dropped": dropped},
+                extra={"version": past.model.version, "versions_dropped": dropped},
             )
-        has_other_settings = replayer.apply_settings()
-        replayer.extend_changelog()
+        has_other_settings = past.apply_settings()
+        past.extend_changelog()
         if self._settings.fsync != "never":  # the next segment's promise is for what is served from now on, old or new
             source.sync()
         if source.is_copy:
             log.warning(
                 "the data directory is a copy: a new history begins, and each worker pulls the whole model once",
-                extra={"path": str(data_dir.path), "version": replayer.model.version},
+                extra={"path": str(data_dir.path), "version": past.model.version},
             )
         new_history = not source.is_complete
         if new_history:  # versions that workers have seen may be gone: the same numbers will mean other values
-            at = manifest.checkpoint if not replayer.replayed else ""
-            replayer.histories.branch(manifest.generation, replayer.model.version, at)
-            replayer.model.generation = sibling_generation(manifest.generation)
-        self._shard.adopt(replayer)
-        self.events.journal = data_dir.begin(is_served=not new_history)
+            at = manifest.checkpoint if not past.replayed else ""
+            past.state.histories.branch(manifest.generation, past.model.version, at)
+            past.model.generation = sibling_generation(manifest.generation)
+        self._shard.restart(past.state)
+        self.records.journal = data_dir.begin(is_served=not new_history)
         self.checkpoints.last = manifest.last_checkpoint
         self._note(source.snapshot)
         log.info(
             "recovered",
             extra={
-                "version": replayer.model.version,
+                "version": past.model.version,
                 "snapshot": manifest.version,
-                "replayed": replayer.replayed,
+                "replayed": past.replayed,
                 "seconds": round(self._environment.monotonic() - started, 3),
-                "workers": len(replayer.workers),
+                "workers": len(past.state.workers),
                 "history": "new" if new_history else "the same",
             },
         )
-        if new_history or has_other_settings or self.events.journal is None:
+        if new_history or has_other_settings or self.records.journal is None:
             self.take()  # the disk must be right if this process is killed
 
-    def _replay(self, data_dir: DataDir, source: RecoverySource) -> tuple[RecoverySource, LogReplayer]:
+    def _replay(self, data_dir: DataDir, source: RecoverySource) -> tuple[RecoverySource, Past]:
         """Replay everything behind the newest snapshot; raises :class:`StorageError`.
 
         With ``--recover last-good``, up to the first record that cannot be applied.
@@ -168,15 +167,17 @@ class Durability:
                 raise
         return self._replay(data_dir, again)  # anew: half of the record may be in the model
 
-    def _replay_all(self, source: RecoverySource) -> LogReplayer:
+    def _replay_all(self, source: RecoverySource) -> Past:
         self._require_ours(source.snapshot.manifest)
-        replayer = LogReplayer(source, self._shard.device, self._settings.shard, self._environment.monotonic)
+        past = Past(
+            source, self._shard.device, self._settings.shard, self._environment.monotonic, self._shard.new_state()
+        )
         reported = self._environment.monotonic()
-        for version in replayer.replay():
+        for version in past.replay():
             if self._environment.monotonic() - reported > _PROGRESS_SECONDS:
                 reported = self._environment.monotonic()
-                log.info("replaying the journal", extra={"version": version, "records": replayer.replayed})
-        return replayer
+                log.info("replaying the journal", extra={"version": version, "records": past.replayed})
+        return past
 
     def _require_ours(self, manifest: Manifest) -> None:
         mine = (self._settings.shard_index, self._settings.num_shards)
@@ -210,18 +211,18 @@ class Durability:
 
     def close(self) -> None:
         """Take the last snapshot, after :meth:`stop` and the end of the apply thread, and close the directory."""
-        model = self._shard.model
+        model = self._shard.state.model
         try:
             if self._dir is not None and model is not None:
                 with self._snapshotting:
                     # Where nothing has changed since the newest snapshot, this one takes the place of that.
-                    unchanged = self.events.journal is not None and self.journal_bytes == self._bytes_behind
+                    unchanged = self.records.journal is not None and self.journal_bytes == self._bytes_behind
                     last = self.last_snapshot if unchanged and self._is_saved(model) else None
                     checkpoint = last.manifest.checkpoint if last else ""
-                    self._write(self._copy(self._shard.content(), checkpoint), clean=True)
+                    self._write(self._copy(self._shard.state, checkpoint), clean=True)
         except (StorageError, Rejected) as error:
             is_there = self._dir is not None and not self._is_lost and self._dir.lost_file() is None
-            rest = "; the journal has everything" if self.events.journal is not None and is_there else ""
+            rest = "; the journal has everything" if self.records.journal is not None and is_there else ""
             log.error(f"no snapshot at the end{rest}", extra={"error": str(error)})
         self.abandon()
 
@@ -266,7 +267,7 @@ class Durability:
         log.info("checkpoint deleted", extra={"checkpoint": checkpoint, "path": str(found.path)})
         return found
 
-    def replay_to(self, version: int | None, checkpoint: str) -> LogReplayer:
+    def replay_to(self, version: int | None, checkpoint: str) -> Past:
         """Return the shard as it was at a version or in a checkpoint; raises ``NO_SUCH_CHECKPOINT``."""
         data_dir = self._require_dir()
         where = (data_dir.path, data_dir.files, self._shard.device, self._settings.shard)
@@ -287,20 +288,20 @@ class Durability:
         """Return shard 0's newest checkpoint, which workers carry to the other shards; empty elsewhere."""
         if not self._shard.is_coordinator or self.last_snapshot is None:
             return ""
-        return self.checkpoints.told(self._shard.run.run_id, self.last_snapshot.manifest.checkpoint)
+        return self.checkpoints.told(self._shard.state.run.run_id, self.last_snapshot.manifest.checkpoint)
 
     def on_checkpoint(self, announced: str, seen: Iterable[pb.ShardHistory]) -> None:
         """Take part in a checkpoint of shard 0's that a worker has announced; the thread of snapshots does the work.
 
         ``seen`` is what the worker has pulled of each shard.
         """
-        shard, model = self._shard, self._shard.model
+        shard, model = self._shard, self._shard.state.model
         if self._dir is None or shard.is_coordinator or model is None:
             return
         for history in seen:
             if history.shard_index == 0:
                 self.checkpoints.hear_of_shard_0(history)
-        if announced and self.checkpoints.hear(shard.run.run_id, model.generation, announced):
+        if announced and self.checkpoints.hear(shard.state.run.run_id, model.generation, announced):
             self._wake.set()
 
     # Snapshots
@@ -325,17 +326,17 @@ class Durability:
             return
         self._is_lost = True
         why = f"{lost} {_LOST}"
-        if self.events.journal is None:
+        if self.records.journal is None:
             log.error("the data directory is lost; restart the server", extra={"error": why})
         else:
-            self.events.journal.give_up(why)  # logs it
+            self.records.journal.give_up(why)  # logs it
         self._on_health()
 
     def snapshot_if_due(self) -> None:
         """Shard 0 takes a checkpoint every period; the others when one is announced, or long after none was."""
         announced = self._wake.is_set()
         self._wake.clear()
-        model, now = self._shard.model, self._environment.monotonic()
+        model, now = self._shard.state.model, self._environment.monotonic()
         long_journal = self.journal_bytes - self._bytes_behind >= self._settings.journal_bytes
         if model is None or not (announced or long_journal or now - self._tried >= self.snapshot_interval_seconds):
             return
@@ -361,47 +362,47 @@ class Durability:
 
     def _take(self, checkpoint: str | None) -> Snapshot:
         shard = self._shard
-        return self._write(shard.apply_thread.run(lambda: self._copy(shard.content(), checkpoint)))
+        return self._write(shard.apply_thread.run(lambda: self._copy(shard.state, checkpoint)))
 
-    def install(self, make: Callable[[], Content], publish: Callable[[Content], None]) -> Content:
-        """Take the first snapshot of a new content, and publish that; the apply thread refuses jobs meanwhile.
+    def install(self, make: Callable[[], ShardState], publish: Callable[[ShardState], None]) -> ShardState:
+        """Take the first snapshot of another state, and publish that; the apply thread refuses jobs meanwhile.
 
         Raises :class:`Rejected` (``NOT_DURABLE``), or what ``make`` raises on the apply thread.
         """
         apply_thread = self._shard.apply_thread
 
-        def begin() -> tuple[Content, Capture | None]:
-            apply_thread.held = True  # first: buffers are averaged in beside the apply thread
-            content = make()
-            return content, None if self._dir is None else self._copy(content, "")
+        def begin() -> tuple[ShardState, Capture | None]:
+            state = make()
+            apply_thread.held = True
+            return state, None if self._dir is None else self._copy(state, "")
 
         with self._snapshotting, or_not_durable():  # a snapshot of the old model must not come behind this one
             try:
-                content, copied = apply_thread.run(begin)
+                state, copied = apply_thread.run(begin)
                 if copied is not None:
                     self._write_first(copied)
-                publish(content)
+                publish(state)
             finally:
                 apply_thread.held = False
-        return content
+        return state
 
     def _is_saved(self, model: ModelShard) -> bool:
         """Return whether the newest snapshot is of this version."""
         last = self.last_snapshot.manifest if self.last_snapshot else None
         return last is not None and (last.generation, last.version) == (model.generation, model.version)
 
-    def _copy(self, content: Content, checkpoint: str | None) -> Capture:
-        """Copy the shard, and begin another segment behind the copy; on the apply thread."""
-        shard, model, average = self._shard, content.model, content.buffers
+    def _copy(self, state: ShardState, checkpoint: str | None) -> Capture:
+        """Copy a state, and begin another segment behind the copy; on the apply thread."""
+        shard = self._shard
+        if (model := state.model) is None:
+            raise Rejected(ErrorCode.NOT_INITIALISED, "no worker has uploaded a model yet")
         with self._counting_errors():
-            with self.averaging:
-                shard.apply_thread.require_whole()  # nor half of an average that has failed
-                segment = self._require_dir().rotate()
-                self._bytes_behind = self.journal_bytes
-                buffers = average.export() if average else (0.0, {})
+            shard.apply_thread.require_whole()
+            segment = self._require_dir().rotate()
+            self._bytes_behind = self.journal_bytes
             if checkpoint is None:
                 checkpoint = new_id(model.generation, segment, model.version) if shard.is_coordinator else ""
-            return capture(shard, content, segment, checkpoint, self.checkpoints.up_to(checkpoint), buffers)
+            return capture(shard, state, segment, checkpoint, self.checkpoints.up_to(checkpoint))
 
     def _write(self, copied: Capture, *, clean: bool = False) -> Snapshot:
         manifest, tensors = copied
@@ -434,8 +435,8 @@ class Durability:
         try:
             self._write(copied)
         except StorageError as error:
-            if self.events.journal is not None and self._require_dir().may_have(copied[0]):
-                self.events.journal.give_up(f"{error}; what was written of another model could not be removed again")
+            if self.records.journal is not None and self._require_dir().may_have(copied[0]):
+                self.records.journal.give_up(f"{error}; what was written of another model could not be removed again")
             raise
 
     def _note(self, snapshot: Snapshot) -> None:

@@ -44,11 +44,11 @@ def read_initial(path: Path, checkpoint: str) -> InitialModel:
         return InitialModel(
             state_of(shards, exact=True),
             max(shard.model.version for shard in shards),
-            first.samples,
+            first.state.run.samples,
             [shard.model.rule.export_portable() for shard in shards],
-            first.layout,
-            first.datasets,
-            first.buffers.weight if first.buffers else 0.0,
+            first.model.layout,
+            first.state.datasets,
+            first.state.buffers.weight if first.state.buffers else 0.0,
         )
 
 

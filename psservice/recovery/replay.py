@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from pscore.model import modelfile
+from psservice.recovery.past import Past
 from psservice.recovery.refusal import or_storage_error
-from psservice.recovery.replayer import LogReplayer
 from psservice.settings import ShardSettings
 from psservice.storage.files import DISK, Files, StorageError
 from psservice.storage.lock_file import Watermark
@@ -31,7 +31,7 @@ def replay_to(
     version: int | None,
     checkpoint: str,
     clock: Callable[[], float] = time.monotonic,
-) -> LogReplayer:
+) -> Past:
     """Replay a shard to a version (of its newest history that had it), to a checkpoint, or to the end.
 
     Raises :class:`StorageError` where that is not kept, or is damaged.
@@ -41,9 +41,9 @@ def replay_to(
         if newest is None:
             raise StorageError(f"{directory} holds no model yet")
         with or_storage_error(directory):
-            replayer = LogReplayer(newest, device, settings, clock)
-            replayer.replay_to(None)
-        return replayer
+            past = Past(newest, device, settings, clock)
+            past.replay_to(None)
+        return past
 
     why = ""
     kept = readable(files, directory / "snapshots")
@@ -54,14 +54,14 @@ def replay_to(
         try:
             with or_storage_error(directory):
                 source = RecoverySource(directory, files, kept, snapshot, Watermark())
-                replayer = LogReplayer(source, device, settings, clock)
-                replayer.replay_to(first.version if version is None else version)
-                replayer.apply_settings()
+                past = Past(source, device, settings, clock)
+                past.replay_to(first.version if version is None else version)
+                past.apply_settings()
         except StorageError as error:
             log.debug("not from this snapshot", extra={"path": str(snapshot.path), "error": str(error)})
             why = why or f". Tried first: {snapshot.path}: {error}"
         else:
-            return replayer
+            return past
     manifests = [each.manifest for each in kept]
     names = ", ".join(f"{each.version}" + (f" ({each.checkpoint})" if each.checkpoint else "") for each in manifests)
     there = f"there are snapshots of version {names}" if kept else "there are no snapshots"
@@ -85,21 +85,21 @@ def _shard_directories(data_dir: Path) -> list[Path]:
     return found
 
 
-def replay_shards(data_dir: Path, version: int | None = None, checkpoint: str = "") -> list[LogReplayer]:
+def replay_shards(data_dir: Path, version: int | None = None, checkpoint: str = "") -> list[Past]:
     """Replay every shard as :func:`replay_to` does; raises :class:`StorageError`."""
-    shards: list[LogReplayer] = []
+    shards: list[Past] = []
     for directory in _shard_directories(data_dir):
         shard = replay_to(directory, DISK, torch.device("cpu"), ShardSettings(), version, checkpoint)
-        runs = {each.run_id for each in (*shards, shard)} - {""}  # a shard that was just begun may not know it yet
-        if shards and (len(runs) > 1 or shard.layout.fingerprint != shards[0].layout.fingerprint):
+        runs = {each.state.run.run_id for each in (*shards, shard)} - {""}  # a new shard may not know it
+        if shards and (len(runs) > 1 or shard.model.layout.fingerprint != shards[0].model.layout.fingerprint):
             raise StorageError(f"{directory} belongs to another run than {shards[0].snapshot.path.parents[1]}")
         shards.append(shard)
     return shards
 
 
-def state_of(shards: Sequence[LogReplayer], *, exact: bool) -> modelfile.StateDict:
+def state_of(shards: Sequence[Past], *, exact: bool) -> modelfile.StateDict:
     """Join the shards of one model into a state dict; parameters in fp32 if ``exact``, else in their own dtypes."""
-    layout, buffers = shards[0].layout, shards[0].buffers
+    layout, buffers = shards[0].model.layout, shards[0].state.buffers
     flat = torch.cat([shard.model.current() for shard in shards])
     state = modelfile.assemble(layout, flat, buffers.state().values() if buffers else ())
     if exact:
@@ -115,7 +115,7 @@ def write_model(data_dir: Path, out: Path, *, version: int | None, checkpoint: s
     with or_storage_error(data_dir):
         state = state_of(shards, exact=False)
     versions = [shard.model.version for shard in shards]
-    metadata = {"run_id": shards[0].run_id, "version": str(versions[0]), "format": "pt"}
+    metadata = {"run_id": shards[0].state.run.run_id, "version": str(versions[0]), "format": "pt"}
     try:
         modelfile.write(out, state, metadata)
     except OSError as error:

@@ -2,7 +2,7 @@
 
 :data:`BOUNDS` has every 64-bit number of a request but for those that the shard compares with its own state;
 docs/reference/protocol.md, *Bounds*, lists both. Sums stay within 64 bits: a run's samples end at
-:data:`psservice.cluster.run.MOST_COUNT`, and the shard bounds the first version of a model and the steps of WAGMA.
+:data:`psservice.state.run.MOST_COUNT`, and the shard bounds the first version of a model and the steps of WAGMA.
 """
 
 from collections.abc import Callable, Mapping

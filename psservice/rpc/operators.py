@@ -119,7 +119,7 @@ class OperatorCalls:
         shard = self._shard
         call.audit = {"worker": request.worker_id, "ban_seconds": request.ban_seconds}
         member = evict(shard, request.worker_id, request.ban_seconds)
-        _, last_step = shard.dedup.last_push(request.worker_id) or ("", 0)
+        _, last_step = shard.state.pushes.last(request.worker_id) or ("", 0)
         return pb.EvictWorkerResponse(
             had_lease=member is not None,
             incarnation=member.identity.incarnation if member else "",

@@ -6,12 +6,12 @@ from pscore.model.layout import Span
 from pscore.version import __version__
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.member import Member
-from psservice.cluster.run import RunState
 from psservice.model.reply_session import ReplyMode
 from psservice.observability.metrics import Metrics
 from psservice.rpc.certificates import ServerCertificates
 from psservice.settings import ServerSettings
 from psservice.shard.shard import Shard
+from psservice.state.run import RunState
 
 RUN_STATES = {state: pb.RunState.Value(f"RUN_STATE_{state.name}") for state in RunState}
 REPLY_MODES = {ReplyMode.EXACT: pb.REPLY_MODE_EXACT, ReplyMode.TOPK: pb.REPLY_MODE_TOPK}
@@ -23,7 +23,7 @@ def status_of(shard: Shard, uptime_seconds: float, queued: int, *, brief: bool =
     """Return a shard's status now; ``queued`` counts pushes and pulls at work, ``brief`` leaves the workers out."""
     settings, traffic = shard.settings, shard.metrics.traffic
     pushes, pulls, buffers = traffic["PushSparse"], traffic["PullDiff"], traffic["ExchangeBuffers"]
-    model, layout = shard.model, shard.layout
+    model, layout = shard.model, shard.state.layout
     span = shard.span if layout else Span(0, 0)
     last = shard.durability.last_snapshot
     snapshot = last.manifest if last else None
@@ -67,8 +67,8 @@ def status_of(shard: Shard, uptime_seconds: float, queued: int, *, brief: bool =
             for name, seconds in shard.leases.evicted().items()
         ],
         max_staleness=settings.max_staleness,
-        origins=shard.histories.origins,
-        known_shards=shard.histories.known(),
+        origins=shard.state.histories.origins,
+        known_shards=shard.state.histories.known(),
     )
 
 
@@ -132,8 +132,8 @@ def bind_metrics(shard: Shard) -> None:
     metrics.training.set_function(lambda: shard.run.state is RunState.TRAINING)
     metrics.draining.set_function(lambda: shard.drain_gate.is_closed)
     metrics.durable.set_function(lambda: shard.durability.is_healthy)
-    metrics.elements.set_function(lambda: shard.span.length if shard.layout else 0)
-    metrics.lost_versions.read = lambda: shard.histories.lost()
+    metrics.elements.set_function(lambda: shard.span.length if shard.state.layout else 0)
+    metrics.lost_versions.read = lambda: shard.state.histories.lost()
     metrics.journal_bytes.read = lambda: shard.durability.journal_bytes
     metrics.journal_errors.read = lambda: shard.durability.journal_errors
     metrics.snapshot_errors.read = lambda: shard.durability.snapshot_errors

@@ -94,8 +94,8 @@ class WorkerCalls:
             index_codecs=READABLE_INDEX_CODECS,
             value_codecs=READABLE_VALUE_CODECS,
             upload=None if answer.state == pb.JOIN_STATE_UPLOAD else model_install.upload_progress(shard),
-            origins=shard.histories.origins,
-            known_shards=shard.histories.known(),
+            origins=shard.state.histories.origins,
+            known_shards=shard.state.histories.known(),
         )
         answer.MergeFrom(others)
         return answer
@@ -187,7 +187,7 @@ class WorkerCalls:
     def push_sparse(self, call: Call) -> Reading[pb.PushSparseRequest, LastStep]:
         """Receive a push; the last step applies it."""
         shard = self._shard
-        call.raw = None if shard.durability.events.journal is None else []
+        call.raw = None if shard.durability.records.journal is None else []
         reservation = self._stream(call)
         receiving, member = NO_SPAN, None
 
@@ -317,14 +317,14 @@ class WorkerCalls:
 
     def _require_pushed(self, identity: Identity, step: int) -> None:
         """Raise :class:`NotYetError` where the push of a step is not applied of a worker that has a lease."""
-        dedup, leases = self._shard.dedup, self._shard.leases
-        if dedup.record(identity).step < step:
-            raise NotYetError(identity, lambda: dedup.record(identity).step >= step or not leases.is_live(identity))
+        pushes, leases = self._shard.state.pushes, self._shard.leases
+        if pushes.find(identity).step < step:
+            raise NotYetError(identity, lambda: pushes.find(identity).step >= step or not leases.is_live(identity))
 
     def _finish(self, call: Call) -> None:
         """Have an answer wait until everything until now is durable, on a thread that may wait."""
-        if self._shard.durability.events.must_wait:
-            call.finish = self._shard.durability.events.wait
+        if self._shard.durability.records.must_wait:
+            call.finish = self._shard.durability.records.wait
 
     def _stream(self, call: Call) -> Reservation:
         """Open the reservation of a stream that a worker sends; it ends with the request."""
@@ -337,7 +337,7 @@ class WorkerCalls:
 
         The budgets follow the layout too.
         """
-        layout = self._shard.layout
+        layout = self._shard.state.layout
         if self._limited is None or self._limited[0] is not layout:
             dense, elements = 0, 0
             if layout is not None:

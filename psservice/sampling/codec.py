@@ -1,10 +1,8 @@
-"""Data leases as messages, as records of the journal, and as a part of a snapshot's manifest; everything is checked."""
+"""Data leases as messages, and as a part of a snapshot's manifest; everything is checked."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, astuple
+from dataclasses import astuple
 from typing import Any
-
-from google.protobuf.message import Message
 
 from pscore.model.ranges import Ranges
 from pscore.wire.errors import ErrorCode, Rejected
@@ -24,7 +22,7 @@ from psservice.sampling.dataset import (
     Share,
 )
 from psservice.types import Identity
-from psservice.wire.identity import identity_from_message, identity_to_message, require_name
+from psservice.wire.identity import require_name
 
 _ASKS_A_SECOND = 20  # of all workers together that wait for an epoch's end
 _SHORTEST_RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 0.2, 2.0
@@ -80,29 +78,6 @@ def answer_to_message(leased: Leased, live_workers: int) -> pb.LeaseSamplesRespo
         samples_elsewhere=leased.held_by_others,
         retry_seconds=0.0 if leased.granted else retry_seconds,
     )
-
-
-def record_of(identity: Identity, asked: SampleRequest, leased: Leased) -> list[Message]:
-    """Return a record's messages: the request, what was granted, and the workers whose places were returned before."""
-    request = pb.LeaseSamplesRequest(
-        identity=identity_to_message(identity),
-        dataset=asked.dataset,
-        **asdict(asked.plan),
-        has_epoch=asked.epoch is not None,
-        epoch=asked.epoch or 0,
-        held=share_to_messages(asked.held),
-    )
-    response = pb.LeaseSamplesResponse(granted=share_to_messages(leased.granted))
-    return [request, response, *(pb.LeaveRequest(identity=identity_to_message(gone)) for gone in leased.gone)]
-
-
-def replay_record(datasets: Datasets, messages: Sequence[bytes]) -> None:
-    """Repeat a record; raises :class:`Rejected` or ``ValueError`` where it makes no sense."""
-    first, second, *others = messages
-    request, response = pb.LeaseSamplesRequest.FromString(first), pb.LeaseSamplesResponse.FromString(second)
-    gone = frozenset(identity_from_message(pb.LeaveRequest.FromString(each).identity) for each in others)
-    granted = share_of(response.granted, request.size)
-    datasets.redo(identity_from_message(request.identity), sample_request_of(request), granted, gone)
 
 
 def to_plain(datasets: Datasets) -> list[Any]:

@@ -203,8 +203,8 @@ class Datasets(dict[str, Dataset]):
         lost = _less(request.held, now.held_by(identity))
         return Leased(granted, lost, others, gone, now, now != self.get(request.dataset))
 
-    def redo(self, identity: Identity, request: SampleRequest, granted: Share, gone: Set[Identity]) -> None:
-        """Repeat a change that :meth:`lease` once decided."""
+    def apply(self, identity: Identity, request: SampleRequest, granted: Share, gone: Set[Identity]) -> None:
+        """Make a change that :meth:`lease` has decided."""
         self[request.dataset] = self._named(request).settled(identity, request.held, gone).given(identity, granted)
 
     def finish(self, identity: Identity, finished: Mapping[str, Share]) -> dict[str, Dataset]:

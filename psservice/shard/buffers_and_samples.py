@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.cluster.run import RunState
 from psservice.model.buffers import BufferAverage
 from psservice.sampling.dataset import Leased, SampleRequest
 from psservice.shard.shard import Shard
+from psservice.state.records import places_of, worker_of
+from psservice.state.run import RunState
+from psservice.state.v1 import journal_pb2 as rec
 from psservice.types import Identity
 
 
@@ -19,23 +21,26 @@ def open_exchange(shard: Shard, identity: Identity, generation: int) -> BufferAv
 def _require_buffers(shard: Shard, identity: Identity, generation: int) -> BufferAverage:
     shard.leases.require(identity)
     shard.require_model(generation)
-    if shard.buffers is None:
+    if shard.state.buffers is None:
         raise Rejected(ErrorCode.BAD_REQUEST, "this shard keeps no buffers (shard 0 does, unless the policy is none)")
-    return shard.buffers
+    return shard.state.buffers
 
 
 def exchange_buffers(shard: Shard, identity: Identity, generation: int, step: int, samples: int, data: bytes) -> bytes:
     """Average a worker's buffers in, once a step and not after the run's end, and return the average."""
-    record, live = shard.dedup.record(identity), len(shard.leases)
-    with shard.durability.averaging:
-        shard.apply_thread.require_free()
+
+    def exchange() -> BufferAverage:
         buffers = _require_buffers(shard, identity, generation)  # a rollback may have put others there meanwhile
-        if samples and step > record.buffer_step and shard.run.state is RunState.TRAINING:
-            shard.durability.events.averaged(identity, step, samples, data, live)
-            with shard.apply_thread.all_or_stop():
-                buffers.contribute(data, samples, live)
-                record.buffer_step = step
-    shard.durability.events.wait()
+        known = shard.state.pushes.find(identity)
+        if samples and step > known.buffer_step and shard.run.state is RunState.TRAINING:
+            live = len(shard.leases)
+            shard.commit(
+                rec.Averaged(worker=worker_of(identity), step=step, samples=samples, buffers=data, live_workers=live)
+            )
+        return buffers
+
+    buffers = shard.apply_thread.run(exchange)
+    shard.durability.records.wait()
     return buffers.packed()
 
 
@@ -50,14 +55,24 @@ def lease_samples(shard: Shard, identity: Identity, request: SampleRequest) -> L
         shard.require_model(None)
         live = {member.identity for member in shard.leases.members()}
         asked = replace(request, samples=0) if shard.run.is_finished else request
-        leased = shard.datasets.lease(identity, asked, live)
+        leased = shard.state.datasets.lease(identity, asked, live)
         if leased.changed:
-            shard.durability.events.leased(identity, request, leased)
-            with shard.apply_thread.all_or_stop():
-                shard.datasets[request.dataset] = leased.after
+            shard.commit(
+                rec.SamplesLeased(
+                    worker=worker_of(identity),
+                    dataset=request.dataset,
+                    size=request.plan.size,
+                    seed=request.plan.seed,
+                    shuffle=request.plan.shuffle,
+                    epoch=request.epoch,
+                    held=places_of(request.held),
+                    granted=places_of(leased.granted),
+                    gone=map(worker_of, leased.gone),
+                )
+            )
         member.has_no_samples = request.samples > 0 and not leased.after.held_by(identity)
         return leased
 
     leased = shard.apply_thread.run(lease)
-    shard.durability.events.wait()
+    shard.durability.records.wait()
     return leased

@@ -12,8 +12,10 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cluster.member import Member
 from psservice.model.training_mode import TrainingMode
 from psservice.shard import model_install
-from psservice.shard.lifecycle import close_rounds_after_leave, journal_ended_leases
+from psservice.shard.lifecycle import close_rounds_after_leave, end_left_workers
 from psservice.shard.shard import Shard
+from psservice.state.records import worker_of
+from psservice.state.v1 import journal_pb2 as rec
 from psservice.types import Identity
 
 log = logging.getLogger(__name__)
@@ -30,9 +32,9 @@ def join(shard: Shard, identity: Identity, layout: ModelLayout, request: pb.Join
         starts = fitted is not None
         alone = not starts and shard.is_alone(identity)
         is_new = alone or starts or not shard.run.method
-        mode = TrainingMode.of(method_settings) if is_new else shard.mode  # refuses what cannot be read
-        if shard.layout is not None and not alone and shard.layout.fingerprint != layout.fingerprint:
-            _refuse(layout_to_message(shard.layout), layout_to_message(layout))
+        mode = TrainingMode.of(method_settings) if is_new else shard.state.mode  # refuses what cannot be read
+        if shard.state.layout is not None and not alone and shard.state.layout.fingerprint != layout.fingerprint:
+            _refuse(layout_to_message(shard.state.layout), layout_to_message(layout))
         if not is_new:
             shard.run.require_method(request.method, method_settings)
         if shard.is_coordinator and (shard.model is None or request.has_replica):
@@ -41,12 +43,12 @@ def join(shard: Shard, identity: Identity, layout: ModelLayout, request: pb.Join
             model_install.require_unclaimed(shard)
         # From here on only the journal can refuse, and then the lease is not granted.
         is_first = _grant_lease(shard, identity, frozenset(request.index_codecs or PLAIN_INDEX_CODECS))
-        before = shard.run.method, shard.run.method_settings, shard.mode, shard.layout
+        before = shard.run.method, shard.run.method_settings, shard.state.mode, shard.state.layout
         if is_new:
             shard.run.agree(request.method, method_settings)
-            shard.mode = mode
-        if alone or starts or shard.layout is None:
-            shard.layout = layout
+            shard.state.mode = mode
+        if alone or starts or shard.state.layout is None:
+            shard.state.layout = layout
         if fitted is None:
             return _answer(shard, identity, request)
         model_install.claim(shard)
@@ -55,11 +57,12 @@ def join(shard: Shard, identity: Identity, layout: ModelLayout, request: pb.Join
         model_install.install_initial(shard, fitted)
     except BaseException:
         with shard.join_lock:
-            if is_first and shard.leases.leave(identity):
-                shard.durability.events.left(identity)
+            if is_first:
+                shard.leases.leave(identity)
+                end_left_workers(shard)
             if not len(shard.leases):  # else others have joined under what was agreed
                 shard.run.agree(*before[:2])
-                shard.mode, shard.layout = before[2:]
+                shard.state.mode, shard.state.layout = before[2:]
         raise
     with shard.join_lock:
         return _answer(shard, identity, request)
@@ -67,27 +70,23 @@ def join(shard: Shard, identity: Identity, layout: ModelLayout, request: pb.Join
 
 def _grant_lease(shard: Shard, identity: Identity, index_codecs: frozenset[int]) -> bool:
     """Grant or renew a lease, and return whether it is a new one; refused, all is as before."""
-    known = shard.leases.find(identity)
-    member = shard.leases.join(identity)
-    is_new = member is not known  # also where the lease has ended between the two
-    if is_new:
-        journal_ended_leases(shard)
-        try:
-            shard.durability.events.joined(identity, index_codecs)
-        except Rejected:  # else the next attempt would find a lease that no restart knows of
-            shard.leases.leave(identity)
-            raise
-        shard.metrics.joins.inc()
-        log.info("worker joined", extra={"worker": identity.worker_id, "incarnation": identity.incarnation})
-    member.index_codecs = index_codecs
-    return is_new
+    if shard.leases.require_free(identity) is not None:
+        return False
+    end_left_workers(shard)
+    shard.change(rec.Joined(worker=worker_of(identity), index_codecs=sorted(index_codecs)))
+    worker = shard.state.workers.find(identity)
+    assert worker is not None
+    shard.leases.grant(worker)
+    shard.metrics.joins.inc()
+    log.info("worker joined", extra={"worker": identity.worker_id, "incarnation": identity.incarnation})
+    return True
 
 
 def _answer(shard: Shard, identity: Identity, request: pb.JoinRequest) -> pb.JoinResponse:
     """Return what a worker that has joined does next; the join lock is held."""
     generation_seen, has_replica = request.generation_seen, request.has_replica
     loaded = request.loaded if request.HasField("loaded") else None
-    incarnation, step = shard.dedup.last_push(identity.worker_id) or ("", 0)
+    incarnation, step = shard.state.pushes.last(identity.worker_id) or ("", 0)
     answer = pb.JoinResponse(state=pb.JOIN_STATE_WAIT, first_step=1, last_step=step, last_incarnation=incarnation)
     if shard.installing:
         return answer
@@ -117,10 +116,10 @@ def hear_of_shards(shard: Shard, told: Iterable[pb.ShardHistory]) -> None:
         if model is None or index >= settings.num_shards:
             continue
         if index == settings.shard_index:
-            lost = shard.histories.hear_of_itself(history, model.generation, model.version)
+            lost = shard.state.histories.hear_of_itself(history, model.generation, model.version)
             what = "this shard's disk was taken back: workers have seen versions that it does not have. Begin"
         else:
-            lost = shard.histories.hear(history)
+            lost = shard.state.histories.hear(history)
             what = "another shard was taken back: it has lost versions that this one has seen. Begin"
         if lost:
             extra = {"of_shard": index, "versions": lost}
@@ -131,8 +130,7 @@ def leave(shard: Shard, identity: Identity) -> None:
     """End a lease; unknown ones are ignored, so that leaving twice is harmless."""
     with shard.join_lock:
         left = shard.leases.leave(identity)
-        if left:
-            shard.durability.events.left(identity)
+        end_left_workers(shard)
     model_install.forget_upload(shard, identity)
     if left:
         close_rounds_after_leave(shard)
@@ -144,8 +142,7 @@ def evict(shard: Shard, worker_id: str, ban_seconds: float) -> Member | None:
     """End a lease from outside, ban the worker, and return the member that had the lease (``NO_SUCH_WORKER``)."""
     with shard.join_lock:  # else the journal might have the worker's next lease before the end of this one
         member = shard.leases.evict(worker_id, ban_seconds)
-        if member is not None:
-            shard.durability.events.left(member.identity)
+        end_left_workers(shard)
     if member is not None:
         model_install.forget_upload(shard, member.identity)
     close_rounds_after_leave(shard)
@@ -173,7 +170,7 @@ class JoinLayouts:
 
         Raises :class:`Rejected` (``FINGERPRINT_MISMATCH``, with the first tensor that differs; ``BAD_REQUEST``).
         """
-        ours = self._shard.layout
+        ours = self._shard.state.layout
         if ours is None:
             return layout_from_message(message)
         if self._known is None or self._known[0] is not ours:

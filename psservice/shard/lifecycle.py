@@ -8,13 +8,15 @@ from functools import partial
 import torch
 
 from pscore.wire.errors import Rejected
-from psservice.cluster.run import RunState
 from psservice.observability.metrics import Metrics
 from psservice.recovery.initial_model import read_initial
 from psservice.recovery.refusal import or_storage_error
 from psservice.settings import ServerSettings
 from psservice.shard.model_install import forget_upload
 from psservice.shard.shard import Shard
+from psservice.state.records import Record, history_of, worker_of
+from psservice.state.run import RunState
+from psservice.state.v1 import journal_pb2 as rec
 from psservice.storage.environment import MACHINE, Environment
 
 log = logging.getLogger(__name__)
@@ -54,23 +56,49 @@ def _end_leases_in_time(shard: Shard) -> None:
 def end_leases(shard: Shard) -> None:
     """End the leases that have run out; the thread of leases calls this often."""
     with shard.join_lock:
-        journal_ended_leases(shard)
-    if shard.model is not None and (known := shard.histories.unwritten()):
-        shard.durability.events.known(known)
-    shard.dedup.drop_old()
+        end_left_workers(shard)
+    if shard.model is not None and (heard := shard.state.histories.heard()):
+        commit_or_warn(shard, rec.Known(histories=map(history_of, heard)))
+    forget_old_pushes(shard)
     forget_upload(shard)
     close_rounds_after_leave(shard)
 
 
-def journal_ended_leases(shard: Shard) -> None:
-    """Write the ends of leases that have run out, before one of these names joins again; ``join_lock`` is held."""
+def end_left_workers(shard: Shard) -> None:
+    """Write the ends of leases, before one of these names joins again; ``join_lock`` is held.
+
+    An end that cannot be written is tried again with the next.
+    """
     for member in shard.leases.pop_ended():
-        shard.durability.events.left(member.identity)
         shard.metrics.leases_expired.inc()
         log.warning(
             "lease ended: worker is taken for dead",
             extra={"worker": member.identity.worker_id, "last_step": member.last_step},
         )
+    for worker in shard.state.workers:
+        if not shard.leases.is_live(worker.identity):
+            commit_or_warn(shard, rec.Left(worker=worker_of(worker.identity)))
+            shard.leases.waiters.wake()
+
+
+def commit_or_warn(shard: Shard, record: Record) -> None:
+    """Commit a record that nobody waits for; a later attempt brings it if it cannot be written now."""
+    try:
+        shard.change(record)
+    except Rejected as error:
+        log.warning("not written down yet", extra={"what": type(record).__name__, "error": str(error)})
+
+
+def forget_old_pushes(shard: Shard) -> None:
+    """Drop the records of pushes that are too old or too many."""
+
+    def forget() -> None:
+        live = {worker.identity for worker in shard.state.workers}
+        if old := shard.state.pushes.old(live):
+            shard.commit(rec.Forgot(workers=map(worker_of, old)))
+
+    with suppress(Rejected):  # no room, or stopping
+        shard.apply_thread.run(forget, while_held=True)
 
 
 def close_rounds_after_leave(shard: Shard) -> None:
@@ -102,7 +130,7 @@ def end_if_over(shard: Shard) -> None:
 def finish(shard: Shard) -> str:
     """End the run, write the final model if asked to, and return its path."""
     shard.apply_thread.run(lambda: _end(shard))
-    shard.durability.events.wait()
+    shard.durability.records.wait()
     return shard.final_model.wait()
 
 
@@ -118,10 +146,7 @@ def _end(shard: Shard) -> None:
             shard.final_model.begin(shard.copy_now, shard.run.run_id)
         return
     synchronizer.close()
-    shard.durability.events.finished(shard.run.run_id)
-    with shard.apply_thread.all_or_stop():
-        shard.run.state = RunState.FINISHED
-        model.finish()
+    shard.commit(rec.Finished())
     log.info("run finished", extra={"version": model.version, "samples": shard.run.samples})
     shard.leases.waiters.wake()
     shard.final_model.begin(shard.copy_now, shard.run.run_id)

@@ -20,14 +20,13 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch, next_generation, sibling_generation
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.apply_thread import BUSY_RETRY_SECONDS
-from psservice.cluster.histories import Histories
 from psservice.model.buffers import BufferAverage
 from psservice.model.parameters import ModelShard
 from psservice.model.wagma.replicas import shard_kind
-from psservice.recovery.capture import Content
 from psservice.recovery.initial_model import InitialModel, fit
 from psservice.shard.shard import Shard
 from psservice.shard.upload import Origin, Upload
+from psservice.state.state import ShardState
 from psservice.types import Identity
 
 log = logging.getLogger(__name__)
@@ -51,18 +50,15 @@ def require_unclaimed(shard: Shard) -> None:
         raise Rejected(ErrorCode.BUSY, "another model is being installed", retry_seconds=BUSY_RETRY_SECONDS)
 
 
-def _install(shard: Shard, make: Callable[[], Content], published: Callable[[], None] = lambda: None) -> None:
-    """Write the content of a claimed place, publish it, and free the claim (``NOT_DURABLE``: all goes on as before).
+def _install(shard: Shard, make: Callable[[], ShardState], published: Callable[[], None] = lambda: None) -> None:
+    """Write the state of a claimed place, publish it, and free the claim (``NOT_DURABLE``: all goes on as before).
 
     ``make`` runs on the apply thread behind everything that was queued, ``published`` under the join lock at the end.
     """
 
-    def publish(content: Content) -> None:
+    def publish(state: ShardState) -> None:
         with shard.join_lock:
-            shard.buffers, shard.datasets, shard.histories = content.buffers, content.datasets, content.histories
-            run = shard.run
-            run.run_id, run.state, run.samples = content.run_id, content.run_state, content.samples
-            shard.set_model(content.model)
+            shard.serve(state)
             shard.leases.reset_downlinks()
             published()
 
@@ -70,6 +66,7 @@ def _install(shard: Shard, make: Callable[[], Content], published: Callable[[], 
         model = shard.durability.install(make, publish).model
     finally:
         shard.installing = False
+    assert model is not None
     log.info(
         "model installed",
         extra={"generation": model.generation, "version": model.version, "elements": model.span.length},
@@ -79,14 +76,14 @@ def _install(shard: Shard, make: Callable[[], Content], published: Callable[[], 
 def _make_model(
     shard: Shard, layout: ModelLayout, values: torch.Tensor, generation: int, version: int, first_version: int = 0
 ) -> ModelShard:
-    return shard_kind(shard.mode)(
+    return shard_kind(shard.state.mode)(
         layout,
         shard.span,
         values.to(shard.device),
         generation=generation,
         version=version,
         settings=shard.settings.shard,
-        mode=shard.mode,
+        mode=shard.state.mode,
         clock=shard.environment.monotonic,
         first_version=first_version,
     )
@@ -128,9 +125,9 @@ def _check_upload(shard: Shard, identity: Identity, generation: int) -> None:
 
 
 def _buffer_bytes(shard: Shard) -> int:
-    if not shard.is_coordinator or shard.settings.buffers == "none" or shard.layout is None:
+    if not shard.is_coordinator or shard.settings.buffers == "none" or shard.state.layout is None:
         return 0
-    return packed_bytes(shard.layout.buffers)
+    return packed_bytes(shard.state.layout.buffers)
 
 
 def upload_progress(shard: Shard) -> pb.ModelProgress | None:
@@ -166,18 +163,24 @@ def finish_upload(shard: Shard, upload: Upload, version: int, *, run_id: str = "
         with shard.join_lock:
             _check_upload(shard, upload.identity, upload.generation)
             shard.run.require_upload(run_id or shard.run.run_id)
-            layout = shard.layout
+            layout = shard.state.layout
             assert layout is not None  # the check has found a member, who brought one
             claim(shard)
         specs = layout.buffers if _buffer_bytes(shard) else ()
 
-        def make() -> Content:
+        def make() -> ShardState:
             values = unpack(upload.buffers(), specs)
             average = BufferAverage(layout.buffers, values) if values else None
             model = _make_model(shard, layout, upload.model.values, upload.generation, version)
             run = shard.run
-            run_id_now, state = run.adopted(run_id), run.state_with_model
-            return Content(model, average, shard.datasets, run_id_now, state, run.samples, Histories())
+            return shard.state.with_model(
+                model,
+                average,
+                shard.state.datasets,
+                run_id=run.adopted(run_id),
+                run_state=run.state_with_model,
+                samples=run.samples,
+            )
 
         def published() -> None:
             shard.uploads.origin = Origin(upload.generation, version, digest) if digest else None
@@ -254,7 +257,7 @@ def install_initial(shard: Shard, fitted: FittedModel) -> None:
     """Install the ``--init`` model in the claimed place; after ``NOT_DURABLE`` the next worker's join tries again."""
     initial, layout = fitted.initial, fitted.layout
 
-    def make() -> Content:
+    def make() -> ShardState:
         span, run = shard.span, shard.run
         values, version = fitted.flat[span.start : span.end].clone(), initial.version
         model = _make_model(shard, layout, values, next_generation(0), version, first_version=version)
@@ -267,10 +270,12 @@ def install_initial(shard: Shard, fitted: FittedModel) -> None:
             if not (same_model and model.rule.import_portable(initial.memories)):
                 log.warning("the update rule begins anew: that of the --init run, or its order of tensors, is another")
         # How far another run had come, whatever its number of shards was.
-        samples, datasets = (
-            (initial.samples, initial.datasets) if shard.is_coordinator else (run.samples, shard.datasets)
+        samples, datasets = run.samples, shard.state.datasets
+        if shard.is_coordinator:
+            samples, datasets = initial.samples, initial.datasets
+        return shard.state.with_model(
+            model, average, datasets, run_id=run.run_id, run_state=run.state_with_model, samples=samples
         )
-        return Content(model, average, datasets, run.run_id, run.state_with_model, samples, Histories())
 
     try:
         _install(shard, make, shard.uploads.end_grant)
@@ -294,13 +299,21 @@ def roll_back(shard: Shard, version: int | None, checkpoint: str) -> ModelShard:
     with shard.join_lock:
         claim(shard)
 
-    def make() -> Content:
+    past, model = history.state, history.model
+
+    def make() -> ShardState:
         old = shard.require_model(None)
         # Of the same epoch: shards go back one by one, and one may be refused; workers wait for equal epochs.
-        history.model.generation = sibling_generation(old.generation)
-        history.model.begin_rounds_anew(old.waiting())
-        run_id, state = shard.run.run_id, history.run_state
-        return Content(history.model, history.buffers, history.datasets, run_id, state, history.samples, Histories())
+        model.generation = sibling_generation(old.generation)
+        model.begin_rounds_anew(old.waiting())
+        return shard.state.with_model(
+            model,
+            past.buffers,
+            past.datasets,
+            run_id=shard.run.run_id,
+            run_state=past.run.state,
+            samples=past.run.samples,
+        )
 
     _install(shard, make)
     log.warning("rolled back", extra={"from": before.version, "to": history.model.version})

@@ -6,11 +6,11 @@ from dataclasses import replace
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.frames import WireForm
 from psservice.cluster.member import Member
-from psservice.cluster.run import RunState
 from psservice.model.exact_reply import Reserve
 from psservice.model.reply_session import PullRequest, Reply, ReplyMaker
 from psservice.shard.lifecycle import close_due_rounds
 from psservice.shard.shard import Shard
+from psservice.state.run import RunState
 
 
 def pull(
@@ -18,7 +18,7 @@ def pull(
 ) -> Reply:
     """Answer a live member's pull, exactly or top-k; ``reserve`` charges what the answer occupies, before it is made.
 
-    The answer may be sent after ``durability.events.wait``.
+    The answer may be sent after ``durability.records.wait``.
     """
     if request.base_end and not shard.span.start < request.base_end <= shard.span.end:
         raise Rejected(
@@ -29,7 +29,9 @@ def pull(
         shard.synchronizer.require_closed(member.identity.worker_id)
     synchronizer = shard.require_synchronizer(generation)
     model, base_version = synchronizer.model_for(member, request.base_version, request.acknowledged)
-    form = WireForm(allowed=member.index_codecs, link_bytes_per_second=_link_class(request.link_bytes_per_second))
+    form = WireForm(
+        allowed=member.worker.index_codecs, link_bytes_per_second=_link_class(request.link_bytes_per_second)
+    )
     seen = request if base_version == request.base_version else replace(request, base_version=base_version)
     topk = shard.topk.asked(request.density, request.value)
     reply = ReplyMaker(model, shard.apply_thread, member.downlink, topk, seen, form, reserve).answer()

@@ -8,45 +8,39 @@ from collections.abc import Callable
 
 import torch
 
-from pscore.model.layout import ModelLayout, Span
+from pscore.model.layout import Span
+from pscore.model.sparse_slice import SparseSlice
 from pscore.selection import SELECTORS
 from pscore.wire.codecs.names import VALUE_CODECS
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.apply_thread import ApplyThread
-from psservice.cluster.dedup import Dedup
 from psservice.cluster.drain_gate import DrainGate
-from psservice.cluster.histories import Histories
 from psservice.cluster.leases import Leases, ServingClock
-from psservice.cluster.run import Run
-from psservice.model.buffers import BufferAverage
 from psservice.model.parameters import ModelShard
 from psservice.model.topk import ImageBudget, TopKSettings
-from psservice.model.training_mode import TrainingMode
 from psservice.observability.metrics import Metrics
 from psservice.policy.admission import Admission
 from psservice.policy.reply_mode import ReplyRule
 from psservice.policy.staleness import StalenessScaling
-from psservice.recovery.capture import Content
 from psservice.recovery.durability import Durability
 from psservice.recovery.final_model import FinalModel, ModelCopy
-from psservice.recovery.replayer import LogReplayer
-from psservice.sampling.dataset import Datasets
 from psservice.settings import ServerSettings
 from psservice.shard.synchronizer import Synchronizer, synchronizer_for
 from psservice.shard.upload import Uploads
+from psservice.state.records import Record
+from psservice.state.run import Run
+from psservice.state.state import ShardState
 from psservice.storage.environment import Environment
-from psservice.types import Identity
+from psservice.storage.journal_format import EMPTY, Body
+from psservice.types import Identity, PushAnswer
 
 
 class Shard:
     """One shard of one run; :func:`psservice.shard.lifecycle.open_shard` makes and recovers it (``StorageError``).
 
     Attributes:
-        layout: the model's, from the first join on.
-        synchronizer: has the model, and synchronizes the pushes to it; ``None`` before the upload.
-        histories: of versions: the shard's own, and what it knows of the other shards'.
-        buffers: their average; on shard 0 only, where the run has any.
-        mode: what the run's method asks of the server.
+        state: what snapshots and records keep, and what records alone change.
+        synchronizer: synchronizes the pushes to the model; ``None`` before the upload.
         lease_ends: the thread that ends leases by the clock, once the shard is open.
         installing: whether another model is on its way in: joining workers wait for it. Set under ``join_lock``.
         join_lock: held while a worker joins, while ends of leases are journaled, and while the model is replaced.
@@ -64,18 +58,12 @@ class Shard:
         self.settings, self.device, self.metrics, self.environment = settings, device, metrics, environment
         self.drain_gate = DrainGate()
         self.is_coordinator = settings.shard_index == 0
-        self.run = Run(
-            settings.run_id,
-            coordinator=self.is_coordinator,
-            end_versions=settings.end_versions if self.is_coordinator else 0,
-            end_samples=settings.end_samples if self.is_coordinator else 0,
-        )
         self.leases = Leases(
             settings.lease_seconds,
             lambda: ReplyRule(settings.down_mode, settings.exact_limit),
             ServingClock(settings.lease_seconds / 4, environment.monotonic),
         )
-        self.dedup = Dedup(self.leases)
+        self.state = self.new_state()
         self.admission = Admission(
             settings.max_staleness, settings.ssp_bound if self.is_coordinator else 0, settings.max_update_norm
         )
@@ -91,37 +79,42 @@ class Shard:
         self.uploads = Uploads(self.leases, settings.stream_idle_seconds)
         self.final_model = FinalModel(settings.final_model, settings.shard_index, settings.num_shards, environment)
         self.apply_thread = ApplyThread(metrics.queue_seconds.observe, on_failure, environment)
-        self.layout: ModelLayout | None = None
         self.synchronizer: Synchronizer | None = None
-        self.buffers: BufferAverage | None = None
-        self.datasets = Datasets()
-        self.histories = Histories()
-        self.mode = TrainingMode()
         self.join_lock = threading.Lock()
         self.stopping = threading.Event()
         self.lease_ends: threading.Thread | None = None
         self.installing = False
         self.durability = Durability(self, on_health)
 
+    def new_state(self) -> ShardState:
+        """Return the state of a shard without a model."""
+        settings = self.settings
+        run = Run(
+            settings.run_id,
+            coordinator=self.is_coordinator,
+            end_versions=settings.end_versions if self.is_coordinator else 0,
+            end_samples=settings.end_samples if self.is_coordinator else 0,
+        )
+        return ShardState(run, lambda: self.leases.clock())
+
     @property
     def span(self) -> Span:
         """The shard's part of the layout; raises :class:`Rejected` (``NOT_INITIALISED``) before the first join."""
         if (model := self.model) is not None:
             return model.span
-        if self.layout is None:
+        if self.state.layout is None:
             raise Rejected(ErrorCode.NOT_INITIALISED, "no worker has joined yet, so the model is not known")
-        return self.layout.shard_spans(self.settings.num_shards)[self.settings.shard_index]
+        return self.state.layout.shard_spans(self.settings.num_shards)[self.settings.shard_index]
 
     @property
     def model(self) -> ModelShard | None:
         """The shard's part of the model, from the upload on."""
-        return None if self.synchronizer is None else self.synchronizer.model
+        return self.state.model
 
-    def set_model(self, model: ModelShard) -> None:
-        """Replace the model; while nothing is served, or the apply thread is held."""
-        events = self.durability.events
-        self.synchronizer = synchronizer_for(model, self.leases, events, self.apply_thread, self.metrics)
-        self.metrics.version = model.version
+    @property
+    def run(self) -> Run:
+        """The run, as this shard sees it."""
+        return self.state.run
 
     def is_alone(self, identity: Identity) -> bool:
         """Tell whether there is no model and no worker but this one, which may then change what was agreed on."""
@@ -144,32 +137,37 @@ class Shard:
         """Return the model; raises as :meth:`require_synchronizer`."""
         return self.require_synchronizer(generation).model
 
-    def content(self) -> Content:
-        """Return everything that is replaced with the model; on the apply thread. Raises :class:`Rejected`."""
-        run = self.run
-        model, histories = self.require_model(None), self.histories
-        return Content(model, self.buffers, self.datasets, run.run_id, run.state, run.samples, histories)
+    def commit(self, record: Record, update: SparseSlice | None = None, messages: Body = EMPTY) -> PushAnswer | None:
+        """Write a record down, then apply it; on the apply thread. ``messages`` are those of a push's stream.
 
-    def adopt(self, history: LogReplayer) -> None:
-        """Become what a history has been replayed to; before anything is served."""
-        manifest, run = history.manifest, self.run
-        self.layout, self.buffers, self.datasets = history.layout, history.buffers, history.datasets
-        self.histories = history.histories
-        run.run_id, run.state, run.samples = history.run_id, history.run_state, history.samples
-        run.method, run.method_settings = manifest.method, manifest.method_settings
-        self.mode = history.model.mode
-        self.set_model(history.model)
-        self.dedup.restore(history.pushes, history.last_pushes)
-        for live in history.workers.values():
-            member = self.leases.join(live.identity)
-            member.index_codecs, member.clock = frozenset(live.index_codecs), live.clock
-            member.last_step = self.dedup.record(member.identity).step
+        Raises :class:`Rejected`: ``NOT_DURABLE`` if the record cannot be written, or what the state refuses.
+        """
+        self.durability.records.append(record, messages)
+        with self.apply_thread.all_or_stop():
+            return self.state.apply(record, update)
+
+    def change(self, record: Record) -> None:
+        """Commit a record that a replaced model does not concern; from any thread. Raises as :meth:`commit`."""
+        self.apply_thread.run(lambda: self.commit(record), while_held=True)
+
+    def serve(self, state: ShardState) -> None:
+        """Replace the state; while nothing is served, or the apply thread is held."""
+        self.state = state
+        assert state.model is not None
+        self.synchronizer = synchronizer_for(state.model, self.leases, self.commit, self.apply_thread, self.metrics)
+        self.metrics.version = state.model.version
+
+    def restart(self, state: ShardState) -> None:
+        """Begin with a recovered state, whose workers get a new lease each; before anything is served."""
+        self.serve(state)
+        for worker in state.workers:
+            self.leases.grant(worker).last_step = state.pushes.find(worker.identity).step
 
     def copy_model(self) -> ModelCopy:
         """Copy the shard's values at a version that is durable; the copy must be closed."""
         copy = self.apply_thread.run(self.copy_now)
         try:
-            self.durability.events.wait()
+            self.durability.records.wait()
         except BaseException:
             copy.close()
             raise
@@ -177,7 +175,8 @@ class Shard:
 
     def copy_now(self) -> ModelCopy:
         """Copy the shard's values at the current version; on the apply thread. The copy must be closed."""
-        return ModelCopy(self.require_model(None), self.buffers.state() if self.buffers else {})
+        buffers = self.state.buffers
+        return ModelCopy(self.require_model(None), buffers.state() if buffers else {})
 
     def close(self) -> None:
         """Finish what is committed and stop the threads; a state that a failed change has left is not kept."""

@@ -1,9 +1,10 @@
 """How the pushes of several workers are synchronized: not at all, in rounds, or in the groups of WAGMA-SGD.
 
-Each shard decides for itself. A decision is journaled before it is made. No call waits for another worker: a worker
+Each shard decides for itself. A decision is a record of the journal. No call waits for another worker: a worker
 whose round is open asks again.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pscore.wire.errors import ErrorCode, Rejected
@@ -12,10 +13,10 @@ from psservice.cluster.leases import Leases
 from psservice.cluster.member import Member
 from psservice.model.parameters import ModelShard
 from psservice.model.synchronous_rounds import SynchronousRound
-from psservice.model.wagma.group_rounds import Decision
 from psservice.model.wagma.replicas import GroupedShard, Replica
 from psservice.observability.metrics import Metrics
-from psservice.recovery.event_log import EventLog
+from psservice.state.records import Record, worker_of
+from psservice.state.v1 import journal_pb2 as rec
 from psservice.types import Identity
 
 _MOST_STEP_AHEAD = 1 << 32
@@ -32,7 +33,7 @@ class Synchronizer:
 
     model: ModelShard
     leases: Leases
-    events: EventLog
+    commit: Callable[[Record], object]
     apply_thread: ApplyThread
     metrics: Metrics
 
@@ -83,10 +84,8 @@ class RoundSynchronizer(Synchronizer):
         if not self.open_round.contributors and self.open_round.is_empty:
             return
         self.metrics.round_contributors.observe(len(self.open_round.contributors))
-        self.events.closed_round(self.model.version + 1)
-        with self.apply_thread.all_or_stop():
-            version = self.model.close_round()
-        self.metrics.version = version
+        self.commit(rec.RoundClosed(version=self.model.version + 1))
+        self.metrics.version = self.model.version
 
     def require_closed(self, worker: str) -> None:
         """Refuse contributors to the open round."""
@@ -125,7 +124,7 @@ class WagmaSynchronizer(Synchronizer):
         """Freeze the rounds that are due."""
         while (frozen := self.model.rounds.due()) is not None:
             self.metrics.round_contributors.observe(len(frozen.fresh))
-            self._decide(Decision("freeze", frozen.fresh[0], iteration=frozen.iteration))
+            self._decide(rec.GroupDecided.KIND_FREEZE, frozen.fresh[0], iteration=frozen.iteration)
 
     def model_for(self, member: Member, base_version: int | None, acknowledged: int) -> tuple[ModelShard, int | None]:
         """Return the worker's own model; without a base until the worker has acknowledged a reply from that model."""
@@ -146,9 +145,9 @@ class WagmaSynchronizer(Synchronizer):
         model, live = self.model, {each.identity for each in self.leases.members()}
         for worker, replica in [*model.replicas.items()]:
             if Identity(worker, replica.incarnation) not in live:
-                self._decide(Decision("leave", worker))
+                self._decide(rec.GroupDecided.KIND_LEAVE, worker)
         if identity.worker_id not in model.replicas:
-            self._decide(Decision("enter", identity.worker_id, identity.incarnation))
+            self._decide(rec.GroupDecided.KIND_ENTER, identity.worker_id, identity.incarnation)
         self.close_if_due()
         waiting = model.rounds.waits(identity.worker_id)
         if waiting is not None:
@@ -159,17 +158,21 @@ class WagmaSynchronizer(Synchronizer):
                 retry_seconds=model.rounds.retry_seconds(waiting),
             )
 
-    def _decide(self, decision: Decision) -> None:
-        self.events.decided(decision)
-        with self.apply_thread.all_or_stop():
-            self.model.decide(decision)
+    def _decide(
+        self, kind: "rec.GroupDecided.Kind.ValueType", worker: str, incarnation: str = "", iteration: int = 0
+    ) -> None:
+        self.commit(rec.GroupDecided(kind=kind, worker=worker_of(Identity(worker, incarnation)), iteration=iteration))
 
 
 def synchronizer_for(
-    model: ModelShard, leases: Leases, events: EventLog, apply_thread: ApplyThread, metrics: Metrics
+    model: ModelShard,
+    leases: Leases,
+    commit: Callable[[Record], object],
+    apply_thread: ApplyThread,
+    metrics: Metrics,
 ) -> Synchronizer:
     """Return the synchronizer that a model needs."""
-    parts = (leases, events, apply_thread, metrics)
+    parts = (leases, commit, apply_thread, metrics)
     if isinstance(model, GroupedShard):
         return WagmaSynchronizer(model, *parts)
     if model.round is not None:

@@ -18,16 +18,16 @@ from isal.isal_zlib import crc32
 
 from psservice.storage.environment import Environment
 from psservice.storage.files import DISK, Files, StorageError
-from psservice.storage.formats import require_mark
 from psservice.storage.journal_format import (
     FRAME,
     HEAD_BYTES,
-    MAGIC,
     MARK_BYTES,
     Body,
     DamagedError,
     Record,
     frame,
+    is_left_empty,
+    read_mark,
     record_crc,
     segment_head,
 )
@@ -307,7 +307,11 @@ class SegmentReader:
         except OSError as error:
             raise StorageError(f"cannot read {self.path}: {error.strerror}") from error
         with file:
-            if not self._read_head(file):
+            head = self._read_head(file)
+            if is_left_empty(head, self._size):
+                self.valid_bytes = self._size
+                return
+            if not self._has_mark(head):
                 if self._size > HEAD_BYTES:
                     raise DamagedError(self.path, 0, "its head does not check")
                 cut = self._size < HEAD_BYTES
@@ -329,19 +333,21 @@ class SegmentReader:
     def salvage(self) -> Iterator[Record]:
         """Yield the whole records behind the last record that was read; none where there is no file."""
         with suppress(OSError), self._files.open(self.path) as file:
-            if self._read_head(file):
+            if self._has_mark(self._read_head(file)):
                 while (record := self._next_record(file)) is not None:
                     yield record
                     self.valid_bytes = record.end - 1
 
-    def _read_head(self, file: BinaryIO) -> bool:
-        """Learn the file's size and mark; return whether the head checks."""
+    def _read_head(self, file: BinaryIO) -> bytes:
         self._size = file.seek(0, 2)
         file.seek(0)
-        head = file.read(HEAD_BYTES)
-        require_mark(self.path, head, MAGIC)
-        self._mark = head[len(MAGIC) : len(MAGIC) + MARK_BYTES]
-        return len(head) == HEAD_BYTES and head == segment_head(self._mark)
+        return file.read(HEAD_BYTES)
+
+    def _has_mark(self, head: bytes) -> bool:
+        """Learn the segment's mark; tell whether the head checks."""
+        mark = read_mark(self.path, head)
+        self._mark = mark or b""
+        return mark is not None
 
     def _read(self, file: BinaryIO, offset: int) -> Record | str:
         """Return the record at a position, or its fault."""

@@ -12,12 +12,20 @@ from pathlib import Path
 
 from isal.isal_zlib import crc32
 
+from pscore.version import __version__
 from psservice.storage.files import StorageError
+from psservice.storage.formats import require_mark
 
-MAGIC = b"SPSJRNL2"
+MAGIC = b"SPSJRNL3"
 MARK_BYTES = 8
-_HEAD = struct.Struct("<8s8sI")  # magic, mark, CRC of both
+_HEAD = struct.Struct("<8s8s16sI")  # magic, mark, release, CRC of all; every later format begins so
 HEAD_BYTES = _HEAD.size
+_RELEASE_BYTES = 16
+_EARLIER, _EARLIER_HEAD_BYTES, _BEFORE = b"SPSJRNL2", 20, "before psservice 0.1.0"
+_ADVICE = (
+    "the journal has records behind the last snapshot. Start the release that wrote them and stop it, and then start "
+    "this one"
+)
 FRAME = struct.Struct("<8sQII")  # mark, which no leftover of an old file has, length, kind, CRC
 _CHECKED = struct.Struct("<QI")  # length, kind
 
@@ -59,9 +67,35 @@ class Body:
         return Body((*self.parts, *parts), crc)
 
 
-def segment_head(mark: bytes) -> bytes:
-    """Return the head of a segment with this mark."""
-    return _HEAD.pack(MAGIC, mark, crc32(MAGIC + mark))
+EMPTY = Body()
+"""No part."""
+
+
+def segment_head(mark: bytes, release: bytes = __version__.encode()) -> bytes:
+    """Return the head of a segment with this mark, that a release writes."""
+    release = release[:_RELEASE_BYTES].ljust(_RELEASE_BYTES, b"\0")
+    return _HEAD.pack(MAGIC, mark, release, crc32(MAGIC + mark + release))
+
+
+def read_mark(path: Path, head: bytes) -> bytes | None:
+    """Return the mark in a segment's head; ``None`` if the head does not check.
+
+    Raises :class:`~psservice.storage.formats.OtherReleaseError` if another release wrote the file.
+    """
+    release = head[16:32].rstrip(b"\0").decode("ascii", "replace")
+    require_mark(path, head, MAGIC, _BEFORE if head.startswith(_EARLIER) else f"psservice {release}", _ADVICE)
+    if len(head) < HEAD_BYTES:
+        return None
+    _, mark, _, _ = _HEAD.unpack(head)
+    return mark if head == segment_head(mark, head[16:32]) else None
+
+
+def is_left_empty(head: bytes, size: int) -> bool:
+    """Tell whether an earlier release began a segment of ``size`` bytes and wrote no record to it.
+
+    Nothing is behind the snapshot with which that release was stopped, so this one goes on from there.
+    """
+    return head.startswith(_EARLIER) and size <= _EARLIER_HEAD_BYTES
 
 
 def frame(mark: bytes, kind: int, body: Body) -> bytes:

@@ -22,7 +22,6 @@ from pscore.wire import frames
 from pscore.wire.errors import Rejected
 from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.cluster.run import RunState
 from psservice.observability.metrics import Metrics
 from psservice.rpc.auth import ANONYMOUS_ADMIN
 from psservice.rpc.calls import RULES, Call, HeldError, check, handlers_of
@@ -31,6 +30,7 @@ from psservice.rpc.workers import WorkerCalls
 from psservice.settings import ServerSettings
 from psservice.shard.lifecycle import open_shard
 from psservice.shard.shard import Shard
+from psservice.state.run import RunState
 from psservice.types import Identity
 from tests.hostile.mutation import good_chunks, mutate, mutate_bytes
 
@@ -211,7 +211,7 @@ class Service:
     def usable(self) -> bool:
         """False where a good push would be refused from now on."""
         known = Identity(self.identity.worker_id, self.identity.incarnation)
-        self.step = max(self.step, self.engine.dedup.record(known).step)
+        self.step = max(self.step, self.engine.state.pushes.find(known).step)
         live = self.engine.leases.is_live(known)
         open_ = not self.engine.drain_gate.is_closed and not self.engine.leases.evicted()
         return live and open_ and self.step < 1 << 62 and self.engine.run.state is RunState.TRAINING

@@ -19,6 +19,8 @@ from psservice.shard import pull as pulling
 from psservice.shard.lifecycle import open_shard
 from psservice.shard.model_install import finish_upload, open_upload
 from psservice.shard.push import prepare_push
+from psservice.state.records import worker_of
+from psservice.state.v1 import journal_pb2 as rec
 from psservice.types import Identity
 
 HOUR = 3600.0
@@ -74,6 +76,12 @@ def join(shard, layout, who=ANNA, method="dgs", method_settings=None, *, seen=0,
     return joining.join(shard, who, layout, request)
 
 
+def lease(shard, who=ANNA):
+    """Give a worker a lease, and nothing else."""
+    shard.change(rec.Joined(worker=worker_of(who)))
+    return shard.leases.grant(shard.state.workers.find(who))
+
+
 def last_push(joined):
     """Incarnation and step of the last push under the name of a worker that has joined."""
     return joined.last_incarnation, joined.last_step
@@ -108,7 +116,7 @@ def push(shard, step, entries=(), who=ANNA, *, generation=None, base=0, samples=
         values = torch.tensor([entries[i] for i in chosen], dtype=torch.float32)
         entries = [SparseSlice(shard.span, offsets, values)] if chosen else []
     answer = shard.apply_thread.run(prepare_push(shard, *push_of(who, step, generation, base, samples, list(entries))))
-    shard.durability.events.wait()
+    shard.durability.records.wait()
     return answer
 
 
@@ -130,7 +138,7 @@ def push_of(who, step, generation, base, samples, segments, learning_rate=0.0, f
 def pull(shard, who=ANNA, *, generation=None, base=None, acknowledged=0, image=False):
     generation = present(shard) if generation is None else generation
     reply = pulling.pull(shard, shard.leases.require(who), generation, PullRequest(base, acknowledged, image))
-    shard.durability.events.wait()
+    shard.durability.records.wait()
     return reply
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from psservice.cluster.leases import Leases
 from psservice.policy.reply_mode import ReplyRule
+from psservice.state.workers import Worker
 from psservice.types import Identity
 from verify.failpoint import skewed_clock
 from verify.validate.process_samples import look, trend
@@ -51,7 +52,7 @@ def test_the_servers_own_modules_read_the_skewed_clock_and_leases_do_not_mind(tm
     shifted = skewed_clock.shifted_time(clock)
     monkeypatch.setattr("psservice.cluster.leases.time", shifted)
     members = Leases(60.0, lambda: ReplyRule("exact"))
-    members.join(Identity("w", "1"))
+    members.grant(Worker(Identity("w", "1")))
     for error in (-3e8, 3e8):
         skewed_clock.set_error(path, error)
         assert clock() == pytest.approx(time.time() + error, abs=5)

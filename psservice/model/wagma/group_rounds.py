@@ -1,8 +1,7 @@
 """When the rounds of WAGMA-SGD freeze, which workers wait, and which are averaged (docs/guide/wagma.md)."""
 
-import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from psservice.model.synchronous_rounds import POLL_SHARE, poll_seconds
@@ -43,18 +42,6 @@ class Decision:
     worker: str
     incarnation: str = ""
     iteration: int = 0
-
-    def to_bytes(self) -> bytes:
-        """Write the decision for the journal."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> "Decision":
-        """Read what :meth:`to_bytes` has written; raises ``ValueError``."""
-        try:
-            return cls(**json.loads(data))
-        except TypeError as error:
-            raise ValueError(f"no decision: {error}") from error
 
 
 class GroupRounds:

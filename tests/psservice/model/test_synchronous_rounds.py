@@ -12,7 +12,6 @@ from pscore.model.layout import Span
 from pscore.model.ranges import Ranges
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode
-from psservice.cluster.run import RunState
 from psservice.model.synchronous_rounds import RoundSettings, SynchronousRound
 from psservice.observability.metrics import Metrics
 from psservice.sampling.dataset import Plan, SampleRequest
@@ -20,6 +19,7 @@ from psservice.settings import ServerSettings
 from psservice.shard.buffers_and_samples import lease_samples
 from psservice.shard.join import leave
 from psservice.shard.lifecycle import finish, open_shard
+from psservice.state.run import RunState
 from psservice.storage.environment import Environment
 from psservice.types import Identity
 from tests.psservice.service_makers import F32, layout_of, sparse_push
@@ -326,7 +326,7 @@ def test_nobody_waits_for_a_worker_that_waits_for_samples_itself(shard):
         share = {0: Ranges([(0, held)])} if held else {}
         return lease_samples(shard, who, SampleRequest("train", Plan(4, 1, True), epoch, 8, share)).granted
 
-    while lease(BERT, shard.datasets["train"].held_by(BERT)[0].total if shard.datasets else 0):
+    while lease(BERT, shard.state.datasets["train"].held_by(BERT)[0].total if shard.state.datasets else 0):
         pass
     assert not lease(ANNA)
     push(shard, 1, {0: 2.0}, BERT)

@@ -176,10 +176,6 @@ def test_what_makes_no_sense_is_no_decision():
     for wrong in (Decision("leave", "b"), Decision("freeze", "a"), Decision("freeze", "b", iteration=3)):
         with pytest.raises(ValueError, match=r"takes no part|no round"):
             shard.decide(wrong)
-    assert Decision.from_bytes(Decision("enter", "ä", "1").to_bytes()) == Decision("enter", "ä", "1")
-    for data in (b"{}", b"[1]", b'{"kind": "enter", "worker": "a", "more": 1}', b"\xff"):
-        with pytest.raises(ValueError, match=r"no decision|decode|column"):
-            Decision.from_bytes(data)
     with pytest.raises(ValueError, match="not known"):
         shard.decide(Decision("other", "a"))
 
@@ -210,7 +206,7 @@ def test_a_copy_made_at_any_moment_goes_on_to_the_same_bits(history, late, cut):
     def decide(decision):
         decisions.append(decision)
         for each in shards:
-            each.decide(Decision.from_bytes(decision.to_bytes()))
+            each.decide(decision)
 
     for number, (action, worker) in enumerate(history):
         if number == cut:

@@ -43,7 +43,7 @@ def attempt(shard, step, entries=(), who=ANNA, **options):
 
 def advance(shard, who, pushes):
     for _ in range(pushes):
-        attempt(shard, shard.dedup.record(who).step + 1, who=who)
+        attempt(shard, shard.state.pushes.find(who).step + 1, who=who)
 
 
 # The rules by themselves
@@ -179,7 +179,7 @@ def test_no_worker_is_ever_further_ahead_and_the_slowest_is_never_held_back(boun
                     steps[who] += 1
                     attempt(shard, steps[who], who=who)
                     model[who] += 1
-            assert {member.identity: member.clock for member in shard.leases.members()} == model
+            assert {member.identity: member.worker.clock for member in shard.leases.members()} == model
             assert shard.leases.clock_spread() <= bound
 
 

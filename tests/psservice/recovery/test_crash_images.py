@@ -9,11 +9,12 @@ import torch
 
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import Rejected
-from psservice.recovery.replayer import LogReplayer
+from psservice.recovery.past import Past
 from psservice.settings import ShardSettings
 from psservice.storage import files, lock_file, recovery_source, snapshots
 from psservice.storage.files import DISK, StorageError
 from psservice.storage.journal import segment_numbers, segment_path
+from psservice.storage.journal_format import HEAD_BYTES
 from psservice.storage.manifest import Manifest
 from tests.psservice.recovery.test_recovery import Shard, after_a_crash, assert_same, begin, send
 from tests.psservice.service_makers import bits, sparse_push
@@ -143,7 +144,7 @@ def test_a_segment_that_was_removed_meanwhile_is_said_to_be(directory):
     with Shard(directory) as shard:
         begin(shard)
         kept = recovery_source.newest_source(directory / "shard-0-of-1")
-        history = LogReplayer(kept, torch.device("cpu"), ShardSettings())
+        history = Past(kept, torch.device("cpu"), ShardSettings())
         real = recovery_source.segment_numbers
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(recovery_source, "segment_numbers", lambda *where: [*real(*where), real(*where)[-1] + 1])
@@ -252,7 +253,7 @@ def test_a_record_that_does_not_follow_is_refused_and_last_good_goes_back_before
             image(copy, following)
         copy = following
     second = segment_path(journal_of(copy), segment_numbers(DISK, journal_of(copy))[-2])
-    os.truncate(second, 20)  # cut behind its head: exactly between two records
+    os.truncate(second, HEAD_BYTES)  # cut behind its head: exactly between two records
     with pytest.raises(StorageError, match="cannot be applied"):
         Shard(copy)
     with Shard(copy, recover="last-good") as again:

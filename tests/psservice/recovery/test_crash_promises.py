@@ -9,11 +9,11 @@ from pscore.model import modelfile
 from pscore.model.buffers import pack
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode
-from psservice.cluster.run import RunState
 from psservice.shard import lifecycle
 from psservice.shard.buffers_and_samples import exchange_buffers
 from psservice.shard.lifecycle import finish
 from psservice.shard.model_install import roll_back
+from psservice.state.run import RunState
 from psservice.storage.files import Files
 from tests.psservice.recovery.test_recovery import LAYOUT, Shard, after_a_crash, assert_same, begin, send
 from tests.psservice.service_makers import sparse_push
@@ -69,18 +69,11 @@ def test_nothing_is_acknowledged_behind_a_snapshot_of_another_model_that_cannot_
             assert again.model.version == 0  # the model of the snapshot that stayed
 
 
-def test_buffers_that_meet_a_rollback_go_nowhere(directory, monkeypatch):
+def test_buffers_that_meet_a_rollback_go_nowhere(directory):
     with Shard(directory) as shard:
         begin(shard)
-        generation, rolled = present(shard), []
-        real = shard.dedup.record
-
-        def record(identity):
-            if not rolled:
-                rolled.append(roll_back(shard, 0, ""))
-            return real(identity)
-
-        monkeypatch.setattr(shard.dedup, "record", record)
+        generation = present(shard)
+        roll_back(shard, 0, "")
         data = pack([torch.ones(3), torch.ones(2, dtype=torch.float16), torch.tensor(1)])
         assert reason_of(exchange_buffers, shard, ANNA, generation, 1, 5, data) is ErrorCode.STALE_GENERATION
         with Shard(after_a_crash(directory)) as again:
@@ -126,7 +119,7 @@ def test_a_download_waits_for_the_disk_as_a_pull_does(directory, monkeypatch):
     with Shard(directory, fsync="always") as shard:
         begin(shard)
         waited = []
-        monkeypatch.setattr(shard.durability.events, "wait", lambda: waited.append(True))
+        monkeypatch.setattr(shard.durability.records, "wait", lambda: waited.append(True))
         shard.copy_model()
         assert waited
 

@@ -110,7 +110,7 @@ def test_a_torn_tail_after_a_power_cut_begins_a_new_history(directory, monkeypat
     with Shard(directory, fsync="always") as shard:
         begin(shard)
         send(shard, 1, sparse_push(shard.span, 0.5, 1))
-        shard.durability.events.wait()
+        shard.durability.records.wait()
         copy, generation = after_a_crash(directory), present(shard)
     path = newest_segment(copy)
     whole = copy.with_name("whole")
@@ -130,7 +130,7 @@ def test_what_was_on_the_disk_before_a_power_cut_and_is_gone_is_refused(director
         begin(shard)
         for step in range(1, 4):
             send(shard, step, sparse_push(shard.span, 0.5, step))
-            shard.durability.events.wait()
+            shard.durability.records.wait()
         copy, generation = after_a_crash(directory), present(shard)
     path = newest_segment(copy)
     os.truncate(path, path.stat().st_size // 2)

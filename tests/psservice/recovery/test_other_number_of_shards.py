@@ -86,7 +86,7 @@ def two(tmp_path):
         assert lease(shards[0], ANNA) == SAMPLES
         for shard in shards:
             push(shard, ANNA, STEPS, gradients[STEPS - 1], (0, 6) if shard.is_coordinator else None)
-        shards[0].buffers.weight = 12.0
+        shards[0].state.buffers.weight = 12.0
         checkpoint(shards)
     return directory, values, gradients
 
@@ -108,8 +108,8 @@ def test_two_shards_become_three_and_then_one(two, tmp_path):
             expected = at_home(values, gradients[: (runs + 1) * STEPS])
             torch.testing.assert_close(model_of(shards), expected, rtol=1e-5, atol=1e-6)
             assert shards[0].run.samples == (runs + 1) * STEPS
-            assert shards[0].buffers.weight == 12.0
-            assert shards[0].buffers.state()["mean"].tolist() == [1.0, 1.0, 1.0]
+            assert shards[0].state.buffers.weight == 12.0
+            assert shards[0].state.buffers.state()["mean"].tolist() == [1.0, 1.0, 1.0]
             checkpoint(shards)
         directory = target
 

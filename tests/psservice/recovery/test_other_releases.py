@@ -1,15 +1,18 @@
 """Data of another release are called that, and never damaged: no way of recovering may change or drop them."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
-from psservice.recovery.event_log import Kind, body_of
 from psservice.recovery.replay import write_model
+from psservice.state.records import KINDS, body_of
 from psservice.storage.files import StorageError
 from psservice.storage.formats import OtherReleaseError
-from tests.psservice.recovery.test_recovery import Shard, begin, send
+from tests.psservice.recovery.test_recovery import LAYOUT, Shard, after_a_crash, assert_same, begin, send
 from tests.psservice.service_makers import sparse_push
+from tests.psservice.shard_makers import join, theta
 
 RELEASES = {"a newer release": 1, "an earlier release": -1}
 
@@ -69,9 +72,50 @@ def test_a_reader_names_the_other_release_too(change, directory, tmp_path):
 @pytest.mark.parametrize("recover", ["strict", "last-good"])
 def test_a_record_of_a_kind_that_only_a_newer_release_knows_is_no_damage(recover, directory):
     with Shard(directory) as shard:
-        shard.durability.events.journal.append(max(Kind) + 1, body_of(b"what nobody knows"))
+        shard.durability.records.journal.append(max(KINDS) + 1, body_of([b"what nobody knows"]))
         shard.durability.close = shard.durability.abandon  # killed
     before = contents(directory)
     with pytest.raises(OtherReleaseError, match="a newer release"):
         Shard(directory, recover=recover)
     assert contents(directory) == before
+
+
+# A directory that a release before 0.1.0 has left, with journals of format 2
+
+
+@pytest.fixture
+def left(tmp_path):
+    """A run of three pushes, and a clean stop."""
+    shutil.copytree(Path(__file__).parent / "before_0_1_0", tmp_path / "left")
+    return tmp_path / "left"
+
+
+def test_a_directory_of_an_earlier_release_that_was_stopped_is_opened_from_its_snapshot(left):
+    with Shard(left) as shard:
+        assert shard.model.version == 3
+        assert int(theta(shard).double().sum() * 1e4) == -12415  # as it was left
+        join(shard, LAYOUT)
+        answer, _ = send(shard, 4, sparse_push(shard.span, 0.5, 1), base=3)
+        assert answer.version == 4
+        with Shard(after_a_crash(left)) as again:
+            assert_same(again, shard)
+
+
+def test_an_upgrade_that_is_killed_at_once_is_made_again(left):
+    shard = Shard(left).engine
+    copy = after_a_crash(left)
+    shard.close()
+    with Shard(copy) as again:
+        assert again.model.version == 3
+
+
+def test_records_of_an_earlier_release_behind_the_snapshot_name_the_release_to_stop(left):
+    shutil.rmtree(left / "shard-0-of-1" / "snapshots" / "000000000003-v3")
+    lock = left / "shard-0-of-1" / "lock"
+    lock.unlink()
+    before = contents(left)
+    with pytest.raises(
+        OtherReleaseError, match=r"before psservice 0.1.0.*Start the release that wrote them and stop it"
+    ):
+        Shard(left, recover="last-good")
+    assert {path: data for path, data in contents(left).items() if path != lock} == before

@@ -14,7 +14,6 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.cluster.run import RunState
 from psservice.observability.metrics import Metrics
 from psservice.settings import ServerSettings
 from psservice.shard import shard
@@ -22,12 +21,13 @@ from psservice.shard.buffers_and_samples import exchange_buffers
 from psservice.shard.join import leave
 from psservice.shard.lifecycle import finish, open_shard
 from psservice.shard.push import prepare_push
+from psservice.state.run import RunState
 from psservice.storage.files import DISK, StorageError
 from psservice.storage.journal import segment_numbers, segment_path
 from psservice.storage.journal_format import DamagedError
 from psservice.wire.push_stream import read_all, read_push
 from tests.psservice.service_makers import BF16, F16, F32, bits, layout_of, sparse_push
-from tests.psservice.shard_makers import ANNA, BERT, HOUR, join, present, pull, push, reason_of, theta, upload
+from tests.psservice.shard_makers import ANNA, BERT, HOUR, join, lease, present, pull, push, reason_of, theta, upload
 from tests.system.tools import wait_until
 from verify.failpoint.copies import image
 
@@ -91,7 +91,7 @@ def send(shard, step, segment, who=ANNA, **options):
     answer = shard.apply_thread.run(
         prepare_push(shard, header, segments, [message.SerializeToString() for message in messages])
     )
-    shard.durability.events.wait()
+    shard.durability.records.wait()
     return answer
 
 
@@ -111,24 +111,11 @@ def assert_same(again: shard.Shard, engine: shard.Shard) -> None:
         engine.run.samples,
     )
     assert (again.run.method, again.run.method_settings) == (engine.run.method, engine.run.method_settings)
-    live = [
-        [(member.identity, member.index_codecs, member.clock) for member in one.leases.members()]
-        for one in (again, engine)
-    ]
-    assert live[0] == live[1]
-    assert again.datasets == engine.datasets
-    mine, theirs = again.dedup.remembered(), engine.dedup.remembered()
-    assert mine[1] == theirs[1]
-    plain = [
-        {
-            who: (record.step, record.answer and (record.answer.version, record.answer.staleness), record.buffer_step)
-            for who, record in records
-            if record.step or record.buffer_step
-        }
-        for records in (mine[0], theirs[0])
-    ]
-    assert plain[0] == plain[1]
-    (weight, mine_buffers), (weight_there, their_buffers) = again.buffers.export(), engine.buffers.export()
+    assert [*again.state.workers] == [*engine.state.workers]
+    assert again.state.datasets == engine.state.datasets
+    mine, theirs = ((dict(one.state.pushes.items()), one.state.pushes.last_pushes()) for one in (again, engine))
+    assert mine == theirs
+    (weight, mine_buffers), (weight_there, their_buffers) = again.state.buffers.export(), engine.state.buffers.export()
     assert weight == weight_there
     assert {name: bits(value) for name, value in mine_buffers.items()} == {
         name: bits(value) for name, value in their_buffers.items()
@@ -215,7 +202,7 @@ def test_a_journal_cut_anywhere_gives_the_model_at_some_version_that_was(script,
                 number = shard.model.version + 1
                 segment = sparse_push(shard.span, 0.3, action[3])
                 if shard.run.state is not RunState.FINISHED:
-                    shard.leases.join(ANNA)
+                    lease(shard)
                     perform_step(shard, number + 1000, segment)
             seen[shard.model.version] = bits(theta(shard))
         copy = after_a_crash(directory)

@@ -301,7 +301,7 @@ class Simulator:
         worker.answered, worker.open = (step, segment, answer.version), None
 
     def last_step(self, worker):
-        return self.engine.dedup.record(worker.identity).step
+        return self.engine.state.pushes.find(worker.identity).step
 
     def segment(self):
         generator = torch.Generator().manual_seed(self.random.getrandbits(32))
@@ -380,7 +380,7 @@ METRICS = Metrics()
 
 
 def force(shard):
-    shard.durability.events.journal.force()
+    shard.durability.records.journal.force()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pscore.model.ranges import Ranges
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.sampling.codec import from_plain, record_of, replay_record, share_of, share_to_messages, to_plain
+from psservice.sampling.codec import from_plain, share_of, share_to_messages, to_plain
 from psservice.sampling.dataset import MOST_DATASETS, MOST_RANGES, Dataset, Datasets, Epoch, Plan, SampleRequest
 from psservice.types import Identity
 
@@ -74,8 +74,7 @@ class Workers(RuleBasedStateMachine):
         wanted = SampleRequest("train", plan(self.size), goal, samples, share(*claimed))
         leased = self.datasets.lease(self.identity(who), wanted, live)
         if leased.changed:
-            messages = [each.SerializeToString() for each in record_of(self.identity(who), wanted, leased)]
-            replay_record(self.twin, messages)
+            self.twin.apply(self.identity(who), wanted, leased.granted, leased.gone)
             self.datasets.update({"train": leased.after})
         for place in places(leased.granted):
             assert not self.finished[place], "handed out after it was finished"

@@ -45,12 +45,12 @@ def finish(shard, step, share, who=ANNA):
     header, segments, _ = read_all(read_push(lambda opened: shard.span), messages)
     raw = [message.SerializeToString() for message in messages]
     answer = shard.apply_thread.run(prepare_push(shard, header, segments, raw))
-    shard.durability.events.wait()
+    shard.durability.records.wait()
     return answer
 
 
 def held(shard, who=ANNA):
-    return shard.datasets["train"].held_by(who)
+    return shard.state.datasets["train"].held_by(who)
 
 
 def serving_here(**options):
@@ -115,14 +115,14 @@ def test_where_a_lease_cannot_be_written_down_none_is_given(tmp_path, monkeypatc
     with Shard(tmp_path / "live") as shard:
         begin(shard)
         lease(shard)
-        before = dict(shard.datasets)
+        before = dict(shard.state.datasets)
 
         def full(descriptor, parts):
             raise OSError(28, "no space left")
 
         monkeypatch.setattr("psservice.storage.files.OpenFile.append", full)
         assert reason_of(lease, shard, held=held(shard)) is ErrorCode.NOT_DURABLE
-        assert shard.datasets == before
+        assert shard.state.datasets == before
         monkeypatch.undo()
         assert lease(shard, held=held(shard)).granted == {0: Ranges([(8, 16)])}
 
@@ -152,9 +152,9 @@ def test_after_every_crash_the_same_samples_are_in_the_same_hands(script, tmp_pa
             shard = life.engine
             who = (ANNA, Identity("bert", str(lives)))[number]
             if number and not shard.leases.is_live(who):
-                join(shard, shard.layout, who)
+                join(shard, shard.state.layout, who)
             if action == "lease":
-                newest = shard.datasets["train"].newest if shard.datasets else 0
+                newest = shard.state.datasets["train"].newest if shard.state.datasets else 0
                 lease(shard, who, epoch=newest + count % 2, samples=count, held=known(shard, who))
             elif action == "finish" and known(shard, who):
                 step += 1
@@ -169,7 +169,7 @@ def test_after_every_crash_the_same_samples_are_in_the_same_hands(script, tmp_pa
             elif action == "crash":
                 directory = after_a_crash(directory)
                 again = Shard(directory)
-                assert again.engine.datasets == shard.datasets
+                assert again.engine.state.datasets == shard.state.datasets
                 shard.close()
                 life = again
         assert len(finished) == len(set(finished))
@@ -178,7 +178,7 @@ def test_after_every_crash_the_same_samples_are_in_the_same_hands(script, tmp_pa
 
 
 def known(shard, who):
-    return held(shard, who) if shard.datasets else {}
+    return held(shard, who) if shard.state.datasets else {}
 
 
 def test_a_rollback_takes_the_data_back_with_the_model(tmp_path):
@@ -186,11 +186,11 @@ def test_a_rollback_takes_the_data_back_with_the_model(tmp_path):
         begin(shard)
         lease(shard)
         finish(shard, 1, {0: Ranges([(0, 3)])})
-        then = dict(shard.datasets)
+        then = dict(shard.state.datasets)
         finish(shard, 2, {0: Ranges([(3, 8)])})
         lease(shard, samples=20)
         roll_back(shard, 1, "")
-        assert shard.datasets == then
+        assert shard.state.datasets == then
         assert lease(shard).granted == {0: Ranges([(3, 8)])}  # it has forgotten: it hears of them again
         with Shard(after_a_crash(tmp_path / "live")) as again:
-            assert again.datasets == shard.datasets
+            assert again.state.datasets == shard.state.datasets

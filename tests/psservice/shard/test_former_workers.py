@@ -2,8 +2,9 @@
 
 import pytest
 
-from psservice.cluster.dedup import MOST_RECORDS, RECORD_SECONDS
 from psservice.shard.join import leave
+from psservice.shard.lifecycle import forget_old_pushes
+from psservice.state.pushes import MOST_RECORDS, RECORD_SECONDS
 from psservice.types import Identity
 from tests.psservice.recovery.test_recovery import LAYOUT, Shard, after_a_crash, begin, send
 from tests.psservice.service_makers import sparse_push
@@ -29,6 +30,7 @@ def test_the_records_of_former_workers_are_bounded_in_memory_and_on_the_disk(dir
         first = send(shard, 1, sparse_push(shard.span, 0.5, 1))
         for number in range(MOST_RECORDS + 200):
             last = come_and_go(shard, number)
+        forget_old_pushes(shard)
         manifest = shard.durability.take_asked("").manifest
         assert len(manifest.pushes) <= MOST_RECORDS + 1
         assert len(manifest.last_pushes) <= MOST_RECORDS + 1
@@ -46,11 +48,11 @@ def test_a_former_worker_is_forgotten_after_a_day(directory):
         clock = with_clock(shard)
         gone = come_and_go(shard, 1)
         clock.now += RECORD_SECONDS - 1
-        shard.dedup.drop_old()
-        assert shard.dedup.last_push(gone.worker_id) == (gone.incarnation, 1)
+        forget_old_pushes(shard)
+        assert shard.state.pushes.last(gone.worker_id) == (gone.incarnation, 1)
         clock.now += 2
-        shard.dedup.drop_old()
-        assert shard.dedup.last_push(gone.worker_id) is None
+        forget_old_pushes(shard)
+        assert shard.state.pushes.last(gone.worker_id) is None
 
 
 def test_a_worker_that_comes_back_after_its_lease_has_ended_has_its_lease_after_a_crash(directory):

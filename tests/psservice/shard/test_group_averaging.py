@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.cluster.run import RunState
 from psservice.model.wagma.schedule import StepTimes
 from psservice.shard.join import leave
 from psservice.shard.lifecycle import finish
 from psservice.shard.model_install import roll_back
 from psservice.shard.push import check_push
+from psservice.state.run import RunState
 from psservice.types import Identity
 from tests.psservice.recovery.test_recovery import Shard, after_a_crash, send
 from tests.psservice.service_makers import F32, bits, layout_of, segments_of, sparse_push

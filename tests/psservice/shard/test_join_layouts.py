@@ -34,9 +34,9 @@ def changed(layout, position, **fields):
 
 def test_the_same_model_is_the_runs_own(shard):
     layouts = joining.JoinLayouts(shard)
-    assert layouts.read(BERT, layout_to_message(LAYOUT)) is shard.layout
+    assert layouts.read(BERT, layout_to_message(LAYOUT)) is shard.state.layout
     tied = layout_to_message(changed(LAYOUT, 1, aliases=("head",)))
-    assert layouts.read(BERT, tied) is shard.layout
+    assert layouts.read(BERT, tied) is shard.state.layout
 
 
 @pytest.mark.parametrize(

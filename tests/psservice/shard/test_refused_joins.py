@@ -11,6 +11,7 @@ from pscore.wire.errors import ErrorCode
 from psservice.shard import model_install
 from psservice.shard.join import evict, leave
 from psservice.types import Identity
+from tests.psservice.recovery.test_recovery import Shard, after_a_crash
 from tests.psservice.service_makers import BF16, F32, layout_of
 from tests.psservice.shard_makers import (
     ANNA,
@@ -20,6 +21,7 @@ from tests.psservice.shard_makers import (
     UPLOAD,
     full,
     join,
+    lease,
     open_shards,
     reason_of,
     upload,
@@ -38,9 +40,9 @@ UNREADABLE = {"rounds": "every Tuesday"}
 def state(shard):
     """Everything that a join can change."""
     return (
-        [(member.identity, member.lease_end, member.index_codecs) for member in shard.leases.members()],
+        [(member.identity, member.lease_end, member.worker.index_codecs) for member in shard.leases.members()],
         (shard.run.run_id, shard.run.method, dict(shard.run.method_settings), shard.run.state),
-        (shard.mode, shard.layout and shard.layout.fingerprint, shard.model, shard.installing),
+        (shard.state.mode, shard.state.layout and shard.state.layout.fingerprint, shard.model, shard.installing),
         (shard.uploads.progress(), shard.uploads.initial),
     )
 
@@ -143,24 +145,23 @@ def test_a_lease_that_ends_while_its_worker_joins_is_journaled_again(tmp_path):
     with ExitStack() as stack:
         shard = ready(stack, tmp_path)
         clock = with_clock(shard)
-        shard.leases.join(ANNA)
-        real, written = shard.leases.join, []
-        shard.durability.events.joined = lambda identity, codecs: written.append(identity)
+        real = shard.leases.require_free
 
         def late(identity):
             clock.now += HOUR + 1
             return real(identity)
 
-        shard.leases.join = late
+        shard.leases.require_free = late
         assert join(shard, LAYOUT, ANNA, method_settings={"momentum": "0.5"}).state == READY
-        assert written == [ANNA]
+        with Shard(after_a_crash(tmp_path / "data")) as again:
+            assert again.leases.is_live(ANNA)
 
 
 def test_leases_end_while_the_model_to_begin_from_is_laid_out(tmp_path, monkeypatch):
     real, ended = model_install.fit, []
     with ExitStack() as stack:
         shard = with_initial(stack, tmp_path)
-        shard.leases.join(BERT)
+        lease(shard, BERT)
 
         def fit(*arguments, **options):
             leaving = threading.Thread(target=leave, args=(shard, BERT), daemon=True)

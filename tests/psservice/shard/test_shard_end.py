@@ -6,8 +6,8 @@ import torch
 from pscore.model import modelfile
 from pscore.model.layout import TensorSpec
 from pscore.wire.errors import ErrorCode
-from psservice.cluster.run import RunState
 from psservice.shard.lifecycle import finish
+from psservice.state.run import RunState
 from tests.psservice.service_makers import F32, layout_of
 from tests.psservice.shard_makers import (
     ANNA,

@@ -229,7 +229,7 @@ def test_one_who_is_alone_before_any_upload_may_change_the_model():
         join(shard, OTHER, ANNA)
         leave(shard, ANNA)
         upload(shard, ONES, BERT, join(shard, LAYOUT, BERT, method="asgd").generation)
-        assert shard.layout == LAYOUT
+        assert shard.state.layout == LAYOUT
         assert reason_of(join, shard, LAYOUT, ANNA, method="dgs") is ErrorCode.SETTINGS_MISMATCH
 
 

@@ -13,7 +13,8 @@ from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cli.main import main
 from psservice.operator.client import call
-from psservice.recovery.event_log import Kind, messages_in
+from psservice.state.records import read_record
+from psservice.state.v1 import journal_pb2 as rec
 from psservice.storage.journal import SegmentReader
 from tests.system.tools import QUICK, make_data, make_model, train_step, wait_until
 
@@ -55,8 +56,9 @@ class Run:
     def knows(self, shard, version):
         folder = self.data / f"shard-{shard}-of-2" / "journal"
         records = (record for path in sorted(folder.iterdir()) for record in SegmentReader(path).records())
-        written = [message for each in records if each.kind == Kind.KNOWN for message in messages_in(each.body)]
-        return any(pb.ShardHistory.FromString(message).version == version for message in written)
+        written = (read_record(each.kind, each.body)[0] for each in records)
+        known = (history for each in written if isinstance(each, rec.Known) for history in each.histories)
+        return any(history.version == version for history in known)
 
     def checkpoint(self):
         """Take one checkpoint over both shards; return its id."""

@@ -3,7 +3,7 @@
 import pytest
 
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.cluster.run import Run, RunState, added
+from psservice.state.run import Run, RunState, added
 
 
 def refusal_of(call):

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from pscore.wire.histories import MOST_ORIGINS, losses, lost_versions
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.cluster.histories import Histories
+from psservice.state.histories import Histories
 
 OLD, NEW = 1 << 32 | 7, 1 << 32 | 9
 versions = st.integers(0, 1 << 53)
@@ -45,8 +45,9 @@ def test_losses_are_those_of_each_shard_that_somebody_has_seen_more_of():
 def test_a_shard_keeps_the_newest_of_what_it_hears_and_tells_once_what_is_new():
     histories = Histories()
     assert [histories.hear(history(OLD, version)) for version in (5, 3, 8)] == [0, 0, 0]
-    assert [each.version for each in histories.unwritten()] == [8]
-    assert histories.unwritten() == []
+    assert [each.version for each in histories.heard()] == [8]
+    histories.apply(histories.heard())
+    assert histories.heard() == []
     assert histories.hear(history(NEW, 7, origin(OLD, 6))) == 2
     assert histories.hear(history(OLD, 9)) == 0  # of a worker that has not joined again yet
     assert [(each.generation, each.version, each.lost_versions) for each in histories.known()] == [(NEW, 7, 2)]
@@ -54,8 +55,7 @@ def test_a_shard_keeps_the_newest_of_what_it_hears_and_tells_once_what_is_new():
     again = Histories(known=histories.known())
     assert (again.known(), again.lost()) == (histories.known(), histories.lost())
     replayed = Histories()
-    for each in histories.unwritten():
-        replayed.replay(each)
+    replayed.apply(histories.heard())
     assert (replayed.known(), replayed.lost()) == (histories.known(), histories.lost())
 
 

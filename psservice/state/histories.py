@@ -14,6 +14,8 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 class Histories:
     """The origins of a shard's history, and the histories of the other shards. Thread-safe.
 
+    What workers tell is known at once, and becomes a part of the state with :meth:`apply`.
+
     Args:
         origins: histories that the shard's own goes on from, oldest first.
         known: what is known of the other shards, with the versions that they have lost.
@@ -21,12 +23,9 @@ class Histories:
 
     def __init__(self, origins: Iterable[pb.ShardOrigin] = (), known: Iterable[pb.ShardHistory] = ()) -> None:
         self.origins = (*origins,)
-        self._known: dict[int, pb.ShardHistory] = {}
-        self._unwritten: set[int] = set()
-        self._lost: dict[int, int] = {}
+        self._known = {each.shard_index: each for each in known}
+        self._heard: dict[int, pb.ShardHistory] = {}
         self._lock = threading.Lock()
-        for each in known:
-            self.replay(each)
 
     def branch(self, generation: int, version: int, checkpoint: str) -> None:
         """Note that the shard leaves a history at this version; before anything is served."""
@@ -40,18 +39,17 @@ class Histories:
         """
         lost = max(0, told.version - version) if told.generation == generation else 0
         with self._lock:
-            if not lost or told.shard_index in self._lost:
+            known = self._newest(told.shard_index)
+            if not lost or (known is not None and known.lost_versions):
                 return 0
-            self._known[told.shard_index] = _without_losses(told)
-            self._lost[told.shard_index] = lost
-            self._unwritten.add(told.shard_index)
+            self._heard[told.shard_index] = _with_losses(told, lost)
         return lost
 
     def hear(self, told: pb.ShardHistory) -> int:
         """Note what a worker has pulled of another shard; return how many known versions that shard has lost."""
         index = told.shard_index
         with self._lock:
-            known = self._known.get(index)
+            known = self._newest(index)
             if known is not None and any(each.generation == told.generation for each in known.origins):
                 return 0  # of a worker that has not joined again since
             lost = 0
@@ -60,40 +58,35 @@ class Histories:
                     return 0
             elif known is not None:
                 lost = lost_versions(known, told, self.origins)
-            self._known[index] = _without_losses(told)
-            self._unwritten.add(index)
-            if lost:
-                self._lost[index] = lost
+            before = known.lost_versions if known is not None else 0
+            self._heard[index] = _with_losses(told, lost or before)
         return lost
 
-    def replay(self, known: pb.ShardHistory) -> None:
-        """Know again what the shard wrote down; before anything is served."""
-        self._known[known.shard_index] = _without_losses(known)
-        if known.lost_versions:
-            self._lost[known.shard_index] = known.lost_versions
-
-    def unwritten(self) -> list[pb.ShardHistory]:
-        """Return what is known and was not returned before, with the versions that shards have lost."""
+    def heard(self) -> list[pb.ShardHistory]:
+        """Return what workers have told since the last :meth:`apply`."""
         with self._lock:
-            new, self._unwritten = self._unwritten, set()
-            return self._with_losses(new)
+            return [self._heard[index] for index in sorted(self._heard)]
+
+    def apply(self, histories: Iterable[pb.ShardHistory]) -> None:
+        """Know what was written down; what was heard after that is still to be written."""
+        with self._lock:
+            for each in histories:
+                self._known[each.shard_index] = each
+                if self._heard.get(each.shard_index) == each:
+                    del self._heard[each.shard_index]
 
     def known(self) -> list[pb.ShardHistory]:
         """Return what is known of the other shards, with the versions that they have lost."""
         with self._lock:
-            return self._with_losses(self._known)
+            newest = self._known | self._heard
+        return [newest[index] for index in sorted(newest)]
 
     def lost(self) -> dict[str, float]:
         """Return the versions that other shards have lost, by the index of each shard that is known."""
-        with self._lock:
-            return {str(index): float(self._lost.get(index, 0)) for index in sorted(self._known)}
+        return {str(each.shard_index): float(each.lost_versions) for each in self.known()}
 
-    def _with_losses(self, indices: Iterable[int]) -> list[pb.ShardHistory]:
-        return [_with_losses(self._known[index], self._lost.get(index, 0)) for index in sorted(indices)]
-
-
-def _without_losses(history: pb.ShardHistory) -> pb.ShardHistory:
-    return _with_losses(history, 0)
+    def _newest(self, index: int) -> pb.ShardHistory | None:
+        return self._heard.get(index) or self._known.get(index)
 
 
 def _with_losses(history: pb.ShardHistory, lost: int) -> pb.ShardHistory:

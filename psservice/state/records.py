@@ -1,0 +1,155 @@
+"""The records of a shard: each says how the state changes, and is written to the journal before it is applied.
+
+A record is a message of ``proto/sparseps/journal/v1``. In the journal it has a kind, which is a number, and a body:
+the messages of a push's stream, if it is a push, and then the record, each behind its length (uint32).
+"""
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+
+from google.protobuf.message import DecodeError, Message
+
+from pscore.model.layout import Span
+from pscore.model.ranges import Ranges
+from pscore.model.sparse_slice import SparseSlice, merge
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.sampling.dataset import Share
+from psservice.state.v1 import journal_pb2 as rec
+from psservice.storage.journal_format import EMPTY, Body
+from psservice.types import Identity
+from psservice.wire.push_stream import read_all, read_push
+
+Record = (
+    rec.Pushed
+    | rec.Averaged
+    | rec.Joined
+    | rec.Left
+    | rec.Waited
+    | rec.Forgot
+    | rec.Finished
+    | rec.RoundClosed
+    | rec.GroupDecided
+    | rec.Known
+    | rec.SamplesLeased
+)
+
+PUSHED, ROUND_CLOSED = 1, 6
+
+KINDS: Mapping[int, type[Record]] = {
+    PUSHED: rec.Pushed,
+    2: rec.Averaged,
+    3: rec.Joined,
+    4: rec.Left,
+    5: rec.Finished,
+    ROUND_CLOSED: rec.RoundClosed,
+    7: rec.GroupDecided,
+    8: rec.Known,
+    9: rec.Waited,
+    10: rec.SamplesLeased,
+    11: rec.Forgot,
+}
+"""The message of each kind of record; docs/operate/durability.md says what each kind is for."""
+
+_NUMBERS: Mapping[type[Message], int] = {message: number for number, message in KINDS.items()}
+_LENGTH = struct.Struct("<I")
+
+
+def kind_of(record: Record) -> int:
+    """Return the number of a record's kind."""
+    return _NUMBERS[type(record)]
+
+
+def body_of(messages: Iterable[bytes], before: Body = EMPTY) -> Body:
+    """Add messages to a body, each behind its length; nothing is copied."""
+    parts: list[bytes] = []
+    for message in messages:
+        parts += (_LENGTH.pack(len(message)), message)
+    return before.with_parts(*parts)
+
+
+def read_record(kind: int, body: bytes) -> tuple[Record, list[bytes]]:
+    """Return a record and the messages before it; raises ``ValueError`` if the body does not have that form."""
+    *before, last = _messages_in(body)
+    try:
+        return KINDS[kind].FromString(last), before
+    except DecodeError as error:
+        raise ValueError(f"a record of kind {kind} cannot be read") from error
+
+
+def read_update(messages: Sequence[bytes], span: Span) -> SparseSlice | None:
+    """Decode the entries of a push over a shard's span; raises :class:`~pscore.wire.errors.Rejected`."""
+    pushed = map(pb.PushSparseRequest.FromString, messages)
+    _, segments, _ = read_all(read_push(lambda header: span), pushed)
+    return merge(span, sorted(segments, key=lambda segment: segment.span.start))
+
+
+def _messages_in(body: bytes) -> list[bytes]:
+    found, position = [], 0
+    while position < len(body):
+        start = position + _LENGTH.size
+        if start > len(body):
+            raise ValueError("a length is cut")
+        position = start + _LENGTH.unpack_from(body, start - _LENGTH.size)[0]
+        if position > len(body):
+            raise ValueError("a message is cut")
+        found.append(body[start:position])
+    if not found:
+        raise ValueError("the body is empty")
+    return found
+
+
+def worker_of(identity: Identity) -> rec.Worker:
+    """Write an identity as records have it."""
+    return rec.Worker(worker_id=identity.worker_id, incarnation=identity.incarnation)
+
+
+def identity_of(worker: rec.Worker) -> Identity:
+    """Read an identity."""
+    return Identity(worker.worker_id, worker.incarnation)
+
+
+def places_of(share: Share) -> list[rec.Places]:
+    """Write places as records have them."""
+    return [
+        rec.Places(epoch=epoch, start=start, count=end - start)
+        for epoch, ranges in sorted(share.items())
+        for start, end in ranges
+    ]
+
+
+def share_of(places: Iterable[rec.Places]) -> dict[int, Ranges]:
+    """Read places."""
+    pairs: dict[int, list[tuple[int, int]]] = {}
+    for each in places:
+        pairs.setdefault(each.epoch, []).append((each.start, each.start + each.count))
+    return {epoch: Ranges(found) for epoch, found in pairs.items()}
+
+
+def history_of(known: pb.ShardHistory) -> rec.History:
+    """Write what is known of a shard's history as records have it."""
+    origins = [
+        rec.Origin(generation=each.generation, version=each.version, checkpoint=each.checkpoint)
+        for each in known.origins
+    ]
+    return rec.History(
+        shard_index=known.shard_index,
+        generation=known.generation,
+        version=known.version,
+        origins=origins,
+        lost_versions=known.lost_versions,
+    )
+
+
+def shard_history_of(history: rec.History) -> pb.ShardHistory:
+    """Read what is known of a shard's history."""
+    origins = [
+        pb.ShardOrigin(generation=each.generation, version=each.version, checkpoint=each.checkpoint)
+        for each in history.origins
+    ]
+    return pb.ShardHistory(
+        shard_index=history.shard_index,
+        generation=history.generation,
+        version=history.version,
+        origins=origins,
+        lost_versions=history.lost_versions,
+    )

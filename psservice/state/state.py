@@ -1,0 +1,179 @@
+"""What a shard is at one moment of its history, and how a record changes that.
+
+A running shard decides what a request does, as a record, writes the record to the journal, and applies it. A recovery
+applies the same records. Nothing else changes the state, so both end in the same one, bit for bit.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from copy import copy
+from typing import Any, Literal
+
+from pscore.model.layout import ModelLayout
+from pscore.model.sparse_slice import SparseSlice
+from psservice.model.buffers import BufferAverage
+from psservice.model.parameters import ModelShard
+from psservice.model.training_mode import TrainingMode
+from psservice.model.update.base import PushContext
+from psservice.model.wagma.group_rounds import Decision
+from psservice.model.wagma.replicas import GroupedShard
+from psservice.sampling.dataset import Datasets, Plan, SampleRequest
+from psservice.state.histories import Histories
+from psservice.state.pushes import Pushes
+from psservice.state.records import Record, identity_of, shard_history_of, share_of
+from psservice.state.run import Run, RunState, added
+from psservice.state.v1 import journal_pb2 as rec
+from psservice.state.workers import Workers
+from psservice.types import PushAnswer
+
+
+class ShardState:
+    """One shard at one version. Belongs to the apply thread; other threads read single values.
+
+    Attributes:
+        layout: the model's, from the first join on.
+        mode: what the run's method asks of the server.
+        model: the shard's part of it; ``None`` before the upload.
+        buffers: their average; on shard 0 only, if the run has any.
+        histories: of versions: the shard's own, and what it knows of the other shards'.
+    """
+
+    def __init__(self, run: Run, seconds: Callable[[], float]) -> None:
+        self.run = run
+        self.layout: ModelLayout | None = None
+        self.mode = TrainingMode()
+        self.model: ModelShard | None = None
+        self.buffers: BufferAverage | None = None
+        self.datasets = Datasets()
+        self.histories = Histories()
+        self.pushes, self.workers = Pushes(seconds), Workers()
+
+    def with_model(
+        self,
+        model: ModelShard,
+        buffers: BufferAverage | None,
+        datasets: Datasets,
+        *,
+        run_id: str,
+        run_state: RunState,
+        samples: int,
+    ) -> "ShardState":
+        """Return the state with another model and what belongs to one; pushes and workers are the same objects.
+
+        What is known of other shards is forgotten.
+        """
+        state = copy(self)
+        state.run = copy(self.run)
+        state.run.run_id, state.run.state, state.run.samples = run_id, run_state, samples
+        state.layout, state.mode, state.model = model.layout, model.mode, model
+        state.buffers, state.datasets, state.histories = buffers, datasets, Histories()
+        return state
+
+    def apply(self, record: Record, update: SparseSlice | None = None) -> PushAnswer | None:
+        """Change the state as a record says; return the answer of a push.
+
+        ``update`` has the entries of a push, on the model's device. Raises
+        :class:`~pscore.wire.errors.Rejected` if the model refuses a push: nothing is changed then, now and in each
+        replay. Raises ``ValueError`` if the record does not belong behind this state.
+        """
+        if isinstance(record, rec.Pushed):
+            return self._push(record, update)
+        _APPLY[type(record)](self, record)
+        return None
+
+    def _push(self, record: rec.Pushed, update: SparseSlice | None) -> PushAnswer:
+        model, identity = self._model(), identity_of(record.worker)
+        if (record.generation, record.version) != (model.generation, model.version + 1):
+            raise ValueError(
+                f"it is version {record.version} of generation {record.generation}, and follows version "
+                f"{model.version} of {model.generation}"
+            )
+        started, factor = time.perf_counter_ns(), record.factor or 1.0
+        context = PushContext(
+            factor, record.base_version, record.learning_rate, record.samples, tuple(record.group_rates)
+        )
+        datasets = self.datasets.finish(identity, {each.dataset: share_of(each.places) for each in record.finished})
+        model.take(identity.worker_id, update, context, record.step)
+        answer = PushAnswer(record.version, record.staleness, time.perf_counter_ns() - started, factor)
+        self.run.run_id = self.run.run_id or record.run_id  # a shard that follows learns it from its workers
+        own = self.pushes.find(identity).own
+        if model.round is None:
+            own = own.noted(record.generation, record.base_version, record.version)
+        self.pushes.push(identity, record.step, answer, own)
+        self.datasets.update(datasets)
+        self.workers.push(identity)
+        self.run.samples = added(self.run.samples, record.samples)
+        return answer
+
+    def _average(self, record: rec.Averaged) -> None:
+        if self.buffers is None:
+            raise ValueError("the shard keeps no buffers")
+        self.buffers.contribute(record.buffers, record.samples, record.live_workers)
+        self.pushes.exchange(identity_of(record.worker), record.step)
+
+    def _join(self, record: rec.Joined) -> None:
+        self.workers.join(identity_of(record.worker), frozenset(record.index_codecs))
+
+    def _leave(self, record: rec.Left) -> None:
+        self.workers.leave(identity_of(record.worker))
+
+    def _wait(self, record: rec.Waited) -> None:
+        self.workers.begin_wait(identity_of(record.worker), record.number)
+
+    def _forget(self, record: rec.Forgot) -> None:
+        self.pushes.forget(map(identity_of, record.workers))
+
+    def _finish(self, record: rec.Finished) -> None:
+        self.run.state = RunState.FINISHED
+        self._model().finish()
+
+    def _close_round(self, record: rec.RoundClosed) -> None:
+        model = self._model()
+        if model.round is None or record.version != model.version + 1:
+            raise ValueError(f"a round that makes version {record.version} follows version {model.version}")
+        model.close_round()
+
+    def _decide_groups(self, record: rec.GroupDecided) -> None:
+        if not isinstance(self.model, GroupedShard):
+            raise ValueError("the shard has no groups")
+        worker = record.worker
+        self.model.decide(Decision(_GROUPS[record.kind], worker.worker_id, worker.incarnation, record.iteration))
+
+    def _know(self, record: rec.Known) -> None:
+        self.histories.apply(map(shard_history_of, record.histories))
+
+    def _lease_samples(self, record: rec.SamplesLeased) -> None:
+        request = SampleRequest(
+            record.dataset,
+            Plan(record.size, record.seed, record.shuffle),
+            record.epoch if record.HasField("epoch") else None,
+            0,
+            share_of(record.held),
+        )
+        gone = frozenset(map(identity_of, record.gone))
+        self.datasets.apply(identity_of(record.worker), request, share_of(record.granted), gone)
+
+    def _model(self) -> ModelShard:
+        if self.model is None:
+            raise ValueError("the shard has no model")
+        return self.model
+
+
+_GROUPS: Mapping[int, Literal["enter", "leave", "freeze"]] = {
+    rec.GroupDecided.KIND_ENTER: "enter",
+    rec.GroupDecided.KIND_LEAVE: "leave",
+    rec.GroupDecided.KIND_FREEZE: "freeze",
+}
+
+_APPLY: Mapping[type, Callable[[ShardState, Any], None]] = {
+    rec.Averaged: ShardState._average,
+    rec.Joined: ShardState._join,
+    rec.Left: ShardState._leave,
+    rec.Waited: ShardState._wait,
+    rec.Forgot: ShardState._forget,
+    rec.Finished: ShardState._finish,
+    rec.RoundClosed: ShardState._close_round,
+    rec.GroupDecided: ShardState._decide_groups,
+    rec.Known: ShardState._know,
+    rec.SamplesLeased: ShardState._lease_samples,
+}

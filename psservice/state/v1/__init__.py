@@ -1,0 +1,1 @@
+"""Generated stubs of the journal's records; tools/generate_stubs.py writes everything else in this folder."""

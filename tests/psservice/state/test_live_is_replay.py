@@ -1,0 +1,231 @@
+"""A shard that serves, and a shard that applies the records of the first, are in the same state, bit for bit.
+
+The state is compared as a snapshot has it. Each history ends in kills at any moment, with a disk in memory, a clock of
+its own, and no thread.
+"""
+
+import random
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pscore.model.buffers import pack
+from pscore.model.ranges import Ranges
+from pscore.wire.errors import Rejected
+from pscore.wire.messages import share_to_messages
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.observability.metrics import Metrics
+from psservice.recovery.capture import capture
+from psservice.sampling.dataset import Plan, SampleRequest
+from psservice.settings import ServerSettings
+from psservice.shard.buffers_and_samples import exchange_buffers, lease_samples
+from psservice.shard.join import hear_of_shards, leave
+from psservice.shard.lifecycle import end_leases, finish, open_shard
+from psservice.shard.model_install import roll_back
+from psservice.shard.push import check_push, prepare_push
+from psservice.shard.waiting import wait_for_all
+from psservice.state.records import KINDS, kind_of
+from psservice.storage.environment import Environment
+from psservice.types import Identity
+from psservice.wire.push_stream import read_all, read_push
+from tests.psservice.recovery.memory_disk import MemoryDisk
+from tests.psservice.recovery.test_recovery import LAYOUT, START, stream, values
+from tests.psservice.service_makers import bits, sparse_push
+from tests.psservice.shard_makers import join, present, pull, upload
+
+METRICS = Metrics()
+LEASE_SECONDS = 20.0
+NAMES = ("anna", "bert", "cleo")
+MODES = {
+    "asynchronous": {},
+    "rounds": {"rounds": '{"quorum": 2, "seconds": 0, "start_workers": 1}'},
+    "groups": {"update": "average", "group_size": "2", "tau": "2", "late": "replace"},
+    "RMSprop": {"update": "rmsprop", "optimizer": '{"name": "RMSprop", "options": {"lr": 0.1}}'},
+    "AdamW": {"update": "torch", "optimizer": '{"name": "AdamW", "options": {"lr": 0.1}}'},
+    "Nesterov": {
+        "update": "delayed_nesterov",
+        "optimizer": '{"name": "DelayedNesterov", "options": {"lr": 0.1, "momentum": 0.9, "every": 3}}',
+    },
+}
+
+
+class History:
+    """One shard's life, as long as it serves; :meth:`kill` compares it with the next."""
+
+    def __init__(self, method_settings):
+        self.method_settings, self.now = method_settings, 1000.0
+        self.disk = MemoryDisk(random.Random(1))
+        self.environment = Environment(
+            files=self.disk,
+            monotonic=lambda: self.now,
+            unix_seconds=lambda: self.now,
+            random_bytes=random.Random(2).randbytes,
+            is_threaded=False,
+        )
+        self.settings = ServerSettings(
+            data_dir=Path("/data"), fsync="always", lease_seconds=LEASE_SECONDS, run_id="run", num_shards=2
+        )
+        self.kinds, self.life, self.waits = set(), dict.fromkeys(NAMES, 1), 0
+        self.open()
+        first = self.identity("anna")
+        answer = self.join(first)
+        upload(self.shard, values(), first, answer.generation, buffers=START)
+
+    def open(self):
+        self.shard = open_shard(self.settings, torch.device("cpu"), METRICS, environment=self.environment)
+        real = self.shard.durability.records.append
+
+        def append(record, messages):
+            real(record, messages)
+            self.kinds.add(kind_of(record))
+
+        self.shard.durability.records.append = append
+
+    def kill(self):
+        """Die, apply the records from the disk, and be in the same state."""
+        live = self.snapshot()
+        self.disk.restart(power_cut=False)
+        self.open()
+        assert self.snapshot() == live
+
+    def snapshot(self):
+        manifest, tensors = capture(self.shard, self.shard.state, 0, "", (0, 0))
+        plain = manifest.model_dump(exclude={"created_unix_seconds", "last_checkpoint"})
+        for _, record in plain["pushes"]:
+            if record["answer"]:
+                record["answer"]["apply_nanoseconds"] = 0
+        return plain, {name: bits(tensor) for name, tensor in tensors.items()}
+
+    # What happens
+
+    def identity(self, name):
+        return Identity(name, str(self.life[name]))
+
+    def join(self, who):
+        return join(self.shard, LAYOUT, who, method_settings=self.method_settings)
+
+    def joined(self, name):
+        who = self.identity(name)
+        if not self.shard.leases.is_live(who):
+            self.join(who)
+        return who
+
+    def push(self, name, seed):
+        shard, who = self.shard, self.joined(name)
+        draw = random.Random(seed)
+        step = max(shard.state.pushes.find(who).step + 1, shard.model.first_step)
+        segment = sparse_push(shard.span, draw.choice((0.1, 0.9)), seed)
+        version = shard.model.version
+        base = version if "rounds" in self.method_settings else draw.randint(max(0, version - 2), version)
+        messages = stream(shard, step, segment, who, base=base, samples=draw.choice((0, 1, 8)))
+        held = shard.state.datasets["train"].held_by(who) if shard.state.datasets else {}
+        if held and draw.random() < 0.5:
+            messages[0].header.finished.add(dataset="train", ranges=share_to_messages(held))
+        check_push(shard, who, step)
+        header, segments, _ = read_all(read_push(lambda opened: shard.span), messages)
+        raw = [message.SerializeToString() for message in messages]
+        shard.apply_thread.run(prepare_push(shard, header, segments, raw))
+
+    def come_and_go(self, name, seed):
+        leave(self.shard, self.identity(name))
+        self.life[name] += seed % 2
+        self.joined(name)
+
+    def average(self, name, seed):
+        who = self.joined(name)
+        data = pack([torch.full((3,), float(seed)), torch.ones(2, dtype=torch.float16), torch.tensor(seed % 100)])
+        step = self.shard.state.pushes.find(who).buffer_step + 1
+        exchange_buffers(self.shard, who, present(self.shard), step, 1 + seed % 5, data)
+
+    def lease(self, name, seed):
+        who = self.joined(name)
+        held = self.shard.state.datasets["train"].held_by(who) if self.shard.state.datasets else {}
+        kept = {epoch: ranges for epoch, ranges in held.items() if seed % 3} or {0: Ranges([(seed % 30, 30)])}
+        lease_samples(self.shard, who, SampleRequest("train", Plan(30, 1, True), seed % 3 or None, seed % 9, kept))
+
+    def wait(self, name, seed):
+        self.waits += seed % 2
+        wait_for_all(self.shard, self.joined(name), 1 + self.waits)
+
+    def hear(self, name, seed):
+        origins = [pb.ShardOrigin(generation=7, version=seed % 50, checkpoint="nightly")] if seed % 2 else []
+        generation = 8 if seed % 2 else 7
+        told = pb.ShardHistory(shard_index=1, generation=generation, version=seed % 100, origins=origins)
+        hear_of_shards(self.shard, [told])
+        end_leases(self.shard)
+
+    def pass_time(self, name, seed):
+        for _ in range(1 + seed % 6):
+            self.now += LEASE_SECONDS / 4
+            self.shard.leases.clock()
+            end_leases(self.shard)
+
+    def pull(self, name, seed):
+        pull(self.shard, self.joined(name))
+
+    def pass_a_day(self, name, seed):
+        self.now += 1.0
+        self.shard.leases.clock = lambda: self.now
+        self.now += 25 * 3600.0
+        end_leases(self.shard)
+
+    def take_snapshot(self, name, seed):
+        self.shard.durability.take()
+
+    def roll_back(self, name, seed):
+        roll_back(self.shard, self.shard.model.version - seed % 4, "")
+
+    def end(self, name, seed):
+        if seed % 4 == 0:
+            finish(self.shard)
+
+    def do(self, what, name, seed):
+        with suppress(Rejected):  # nothing was changed, or the same as in each replay
+            getattr(self, what)(name, seed)
+
+
+ACTIONS = ("push", "come_and_go", "average", "lease", "wait", "hear", "pass_time", "pull", "take_snapshot", "roll_back")
+actions = st.lists(
+    st.tuples(
+        st.sampled_from(("push", "push", "push", *ACTIONS, "pass_a_day", "end")),
+        st.sampled_from(NAMES),
+        st.integers(0, 10_000),
+    ),
+    max_size=40,
+)
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    caplog.set_level("CRITICAL")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@given(script=actions)
+@settings(deadline=None, max_examples=40)
+def test_a_history_that_was_lived_is_the_one_that_is_replayed(mode, script):
+    history = History(MODES[mode])
+    for number, action in enumerate(script):
+        history.do(*action)
+        if number % 7 == 6:
+            history.kill()
+    history.kill()
+
+
+def test_every_kind_of_record_is_compared():
+    seen = set()
+    for method_settings in MODES.values():
+        history = History(method_settings)
+        draw = random.Random(3)
+        for what in (*ACTIONS, "push", *ACTIONS, "push", "pass_a_day", *ACTIONS, "push"):
+            for name in NAMES:
+                history.do(what, name, 2 * draw.randint(0, 100) + 1)
+            history.kill()
+        history.do("end", "anna", 0)
+        history.kill()
+        seen |= history.kinds
+    assert seen == KINDS.keys()
