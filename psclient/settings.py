@@ -51,9 +51,9 @@ class ClientSettings(LayeredSettings):
     model_config = SettingsConfigDict(env_prefix="PSCLIENT_", frozen=True, extra="forbid")
 
     server: str = setting(
-        LOCAL,
+        "",
         "HOST:PORT of each shard in order, separated by commas, or as a range: ps-{0..3}.ps:50051; of any one shard of "
-        "psservice serve --shards; or dns:///HOST:PORT, one name for all shards; local starts an embedded server",
+        "psservice serve --shards; or dns:///HOST:PORT, one name for all shards; local starts one for this process",
     )
     worker: str = setting("", "this worker's name; empty takes it from the job's environment")
     run_id: str = setting("", "refuse to train in any other run; empty accepts the server's")
@@ -154,6 +154,15 @@ def resolve(
     return settings.model_copy(update={name: value for name, value in given.items() if value is not None})
 
 
+def require_server(settings: ClientSettings) -> None:
+    """Raise :class:`ConfigurationError` if no server is named: a worker without one would train alone."""
+    if not settings.server:
+        raise ConfigurationError(
+            'no server is named: pass server="HOST:PORT" or set PSCLIENT_SERVER, the same on all workers; `psservice '
+            'serve` starts one. To try it in this process alone, pass server="local"'
+        )
+
+
 def addresses(server: str) -> tuple[str, ...]:
     """Return each shard's address, or one name for all (:func:`pscore.net.addresses.expand`)."""
     try:
@@ -212,7 +221,7 @@ def worker_index(worker: str | None = None) -> int:
         return int(number[0])
     if place := place_in_job(os.environ):
         return place.number
-    if settings.server == LOCAL:
+    if settings.server in ("", LOCAL):
         return 0
     found = f"the name {settings.worker!r} does not end in a number" if settings.worker else "there is no name"
     raise ConfigurationError(

@@ -118,7 +118,7 @@ def examples(data: Path, quick: bool) -> list[Example]:
             evaluate=text,
         ),
         Example("before", ("loops/before.py", *once, "--checkpoint", str(data / "before.pt"))),
-        Example("after", ("loops/after.py", *once, "--checkpoint", str(data / "after.pt"))),
+        Example("after", ("loops/after.py", *once, "--server", "local", "--checkpoint", str(data / "after.pt"))),
         *(
             Example(
                 loop.name,

@@ -16,7 +16,7 @@ from psclient.compress.groups import ParamGroups
 from psclient.engine.checks import finite
 from psclient.model.module import describe
 from psclient.model.replica import Replica
-from psclient.optim.dgs import DGS
+from psclient.optim.dgs import METHOD
 from psclient.report import StepReport
 from psclient.settings import resolve
 from pscore.selection import DEFAULT_SELECTOR, SELECTORS
@@ -34,7 +34,7 @@ def _load() -> None:
     planner = BucketPlanner(model.layout, resolve(None, None, None, None))
     groups = ParamGroups([group])
     groups.read()
-    compressor = Compressor(DGS, model, {parameter: {}}, groups, choice, planner)
+    compressor = Compressor(METHOD, model, {parameter: {}}, groups, choice, planner)
     gradients, replica = finite(model, {0: torch.linspace(-1, 1, _SIZE)}), Replica(model.layout, model.parameters)
     for _ in range(2):
         sent = compressor.compress(range(1), gradients, 1.0, StepReport(0)).slices

@@ -44,7 +44,7 @@ def parse():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=Path, default=Path("digits.pt"))
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
-    parser.add_argument("--server", help="HOST:PORT; default: PSCLIENT_SERVER, else a server of its own")
+    parser.add_argument("--server", help="HOST:PORT, or local to start one; default: PSCLIENT_SERVER")
     return parser.parse_args()
 
 

@@ -57,7 +57,7 @@ class Compressor:
 
     def __init__(
         self,
-        method: type[Method],
+        method: Method,
         model: TrainedModel,
         states: MutableMapping[torch.Tensor, State],
         groups: ParamGroups,

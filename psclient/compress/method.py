@@ -3,9 +3,9 @@
 A method knows neither tensors nor selection nor RPC: :mod:`psclient.compress.compressor` carries the recurrence out.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 State = dict[str, Any]
 """The optimizer's own ``state[parameter]``: ``residual``, ``momentum`` (fp32 ``[n]``), and a selector's memory."""
@@ -44,14 +44,29 @@ class Recurrence:
         return (1 - self.keep) / self.unit if self.unit else 0.0
 
 
-class Method(Protocol):
-    """One training method."""
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One training method.
 
-    name: ClassVar[str]
+    Attributes:
+        name: by which workers agree, and which saved states have.
+        recurrence: returns the recurrence at a param group's hyper-parameters. A flush is a step without a gradient,
+            and sends all of ``r``.
+        default_density: if neither a density nor a budget is given; below 1 only with a value type of the user's
+            choice, else a budget holds.
+        sends_all: whether every push has all entries.
+        asynchronous: whether all workers' updates meet in one model one by one, which adds momentum of its own.
+        momentum_is_torchs: whether ``state[parameter]["momentum"]`` is what ``torch.optim.SGD`` keeps as
+            ``momentum_buffer``.
+        server_remembers: whether the server's optimizer has a state, which no state dict of a worker contains.
+        groups_are_agreed: whether the server's optimizer has the param groups, too.
+    """
 
-    @staticmethod
-    def recurrence(group: Group) -> Recurrence:
-        """Return the recurrence at a param group's hyper-parameters of now.
-
-        A flush is a step without a gradient that sends all of ``r``.
-        """
+    name: str
+    recurrence: Callable[[Group], Recurrence]
+    default_density: float = 0.01
+    sends_all: bool = False
+    asynchronous: bool = True
+    momentum_is_torchs: bool = False
+    server_remembers: bool = False
+    groups_are_agreed: bool = False

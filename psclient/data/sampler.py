@@ -184,9 +184,9 @@ class ElasticSampler(Sampler[int]):
 
         Returns whether there were local steps.
         """
-        has_local_steps = self._optimizer.local_steps > 0
+        has_local_steps = self._optimizer._local_steps > 0
         if has_local_steps:
-            self._optimizer.flush_on_exit()
+            self._optimizer._flush_on_exit()
         if not self._tracker.is_settled:
             self._optimizer.pull()
         if not self._tracker.is_settled:

@@ -12,7 +12,7 @@ class Optimizing(Protocol):
     """The part of an optimizer that others of its process concern."""
 
     @property
-    def has_forgotten_model(self) -> bool:
+    def _has_forgotten_model(self) -> bool:
         """Whether nothing but the optimizer refers to its model."""
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ def predecessors(claim: Claim) -> list[tuple[str, Optimizing]]:
         if not other.trained.isdisjoint(claim.trained):
             found.append((other.name, optimizer))
         elif is_same_place or (is_one_model and not claim.is_named):
-            if not optimizer.has_forgotten_model:
+            if not optimizer._has_forgotten_model:
                 raise ConfigurationError(
                     f"worker {other.name} of this process trains another model at {other.server}, and a run trains one "
                     "model: both would become the same one. Make one optimizer of both, with "

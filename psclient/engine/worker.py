@@ -60,14 +60,14 @@ class _Stoppable(Protocol):
     def worker(self) -> str: ...
 
     @property
-    def joined(self) -> bool: ...
+    def _joined(self) -> bool: ...
 
     @property
-    def has_forgotten_model(self) -> bool: ...
+    def _has_forgotten_model(self) -> bool: ...
 
-    def hurry(self, seconds: float) -> None: ...
+    def _hurry(self, seconds: float) -> None: ...
 
-    def flush_on_exit(self) -> None: ...
+    def _flush_on_exit(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -84,7 +84,7 @@ class Worker:
 
     def __init__(
         self,
-        method: type[Method],
+        method: Method,
         model: TrainedModel,
         groups: ParamGroups,
         memories: MutableMapping[torch.Tensor, State],
@@ -94,6 +94,7 @@ class Worker:
     ) -> None:
         if forks.is_child_of_user():
             raise ConfigurationError(forks.REFUSED)
+        client_settings.require_server(settings)
         self._name, self._is_ahead = client_settings.worker_name(settings), False
         self._before_ahead: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, each with its own values
         self._devices = devices_of(model.parameters)
@@ -307,11 +308,11 @@ class Lifecycle:
     def push_held(self, *, leaves: bool) -> None:
         """Push what is held, in any thread, and leave if ``leaves``; raises no error of a server's."""
         optimizer, self._kept = self.optimizer(), None
-        if optimizer is None or not optimizer.joined or not self.alive:
+        if optimizer is None or not optimizer._joined or not self.alive:
             return
-        optimizer.hurry(_GRACE_SECONDS)
+        optimizer._hurry(_GRACE_SECONDS)
         try:
-            optimizer.flush_on_exit()
+            optimizer._flush_on_exit()
             log.warning("SIGTERM: worker %s has pushed what it held%s", optimizer.worker, " and leaves" * leaves)
         except SparsepsError as error:
             log.warning("SIGTERM: worker %s could not push what it held: %s", optimizer.worker, error)

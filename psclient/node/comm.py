@@ -20,7 +20,7 @@ from psclient.errors import NodeBrokenError, SparsepsError
 from psclient.optim.base import ParameterServerOptimizer
 from psclient.report import StepReport, Totals
 
-_COPIED = ("version", "finished", "unfinished", "live_workers", "worker", "run_id", "server", "report", "defaults")
+_COPIED = ("version", "finished", "live_workers", "worker", "run_id", "server", "report", "defaults")
 _SMALL_BYTES = 1 << 16  # below it tensors travel together: a message for each bias would cost more than copying it
 _SMALL_TOGETHER = 16  # at most so many of them in one message
 
@@ -80,7 +80,8 @@ class NodeStatus:
         if leader is None:
             return cls(changed=changed, error=told)
         copied = {name: getattr(leader, name) for name in _COPIED}
-        return cls(**copied, totals=replace(leader.totals), changed=changed, error=told)
+        unfinished, totals = leader._unfinished, replace(leader.totals)
+        return cls(**copied, unfinished=unfinished, totals=totals, changed=changed, error=told)
 
     def encode(self) -> bytes:
         """Return JSON."""

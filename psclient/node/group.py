@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from psclient.errors import ConfigurationError
 from psclient.model.wrappers import name_inside
-from psclient.settings import LOCAL, ClientSettings, worker_name
+from psclient.settings import LOCAL, ClientSettings, require_server, worker_name
 
 _START_DISTRIBUTED = (
     "torch.distributed is not initialised; call torch.distributed.init_process_group() first (torchrun sets what it "
@@ -78,6 +78,7 @@ def unwrap_ddp(
 
 def leader_settings(settings: ClientSettings, group: dist.ProcessGroup) -> ClientSettings:
     """Return the leader's settings, with a name that no other node has."""
+    require_server(settings)
     if settings.server == LOCAL:
         raise ConfigurationError(
             "a node needs the address of a server: an embedded one would be this node's alone. Start `psservice serve` "

@@ -14,7 +14,7 @@ So after each call all have the same parameters, and the same error if there is 
 import weakref
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, NoReturn, Self, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -129,7 +129,7 @@ class NodeOptimizer(Optimizer):
 
         def join(_: int) -> None:
             self._own = method(self.param_groups, model=module, settings=resolved, **options)
-            self._own.gradients_are_its_own = True  # the node's, which pushes them once
+            self._own._gradients_are_its_own = True  # the node's, which pushes them once
 
         try:
             self._call(_Call.JOIN, int.from_bytes(self._model.layout.fingerprint[:6]), join)
@@ -231,7 +231,7 @@ class NodeOptimizer(Optimizer):
         finally:
             self._comm.close()
 
-    def __enter__(self) -> "NodeOptimizer":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

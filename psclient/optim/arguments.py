@@ -5,17 +5,21 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from types import ModuleType
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import ParamsT
 
+from psclient.budget import Budget
 from psclient.compress.groups import check_hyperparameters
 from psclient.errors import ConfigurationError, UnknownArgumentError
 from psclient.model.module import TrainedModel
 from psclient.rounds import Rounds
+from psclient.settings import ClientSettings, OnLoad, Server
 from psclient.whole_numbers import whole_number
 
 log = logging.getLogger("psclient")
@@ -26,8 +30,39 @@ Params = ParamsT | torch.nn.Module
 Density = float | Callable[[int], float]
 """Share of a tensor's entries that is sent: a number, or a function of the worker's step (from 1)."""
 
-Description = str | tuple[str, Mapping[str, Any]]
-"""An optimizer of ``torch.optim`` by the name of its class, or by name and options."""
+Kind = str | type[Optimizer]
+"""A class of ``torch.optim``, or its name."""
+
+Description = Kind | tuple[Kind, Mapping[str, Any]]
+"""An optimizer of ``torch.optim``: its class, or class and options."""
+
+
+class CommonOptions(TypedDict, total=False):
+    """Arguments of every method; :class:`~psclient.optim.base.ParameterServerOptimizer` explains them."""
+
+    model: torch.nn.Module | None
+    server: Server | None
+    worker: str | None
+    budget: float | Budget | None
+    on_load: OnLoad | None
+    settings: ClientSettings | None
+
+
+class RoundsOptions(CommonOptions, total=False):
+    """Arguments of a method that trains in rounds if it is asked to."""
+
+    rounds: Rounds | None
+
+
+class OverlapOptions(CommonOptions, total=False):
+    """Arguments of a method that pushes gradients."""
+
+    overlap: bool
+
+
+class Options(RoundsOptions, OverlapOptions, total=False):
+    """Arguments of a method that pushes gradients, in rounds if it is asked to."""
+
 
 _UNITS = {"versions": "", "samples": " samples"}
 
@@ -158,6 +193,23 @@ def _number(value: Any) -> Any:
     raise TypeError(f"{value!r} is none of them")
 
 
+def class_name(given: Any, kind: type, among: ModuleType, what: str) -> str:
+    """Return the name of a class of torch's that is given as itself or by its name."""
+    if isinstance(given, str) and given:
+        return given
+    name = getattr(given, "__name__", "")
+    if isinstance(given, type) and issubclass(given, kind) and getattr(among, name, None) is given:
+        return str(name)
+    raise ConfigurationError(
+        f"{what} must be a class of {among.__name__}, or its name, from which the server makes its own; not {given!r}"
+    )
+
+
+def optimizer_name(given: Any, what: str) -> str:
+    """Return the name of an optimizer of the server, given as a class of ``torch.optim`` or by name."""
+    return class_name(given, Optimizer, torch.optim, what)
+
+
 def options_of(optimizer: str) -> tuple[frozenset[str], float]:
     """Return the options that a class of ``torch.optim`` has, and its default rate; none of an unknown class."""
     kind = getattr(torch.optim, optimizer, None)
@@ -172,14 +224,15 @@ def options_of(optimizer: str) -> tuple[frozenset[str], float]:
     return frozenset(options.keys() - {"params"}), float(options["lr"].default) if "lr" in options else 0.0
 
 
-def scheduler_description(given: tuple[Any, ...] | str) -> dict[str, Any]:
-    """Return a scheduler of the server, as ``("StepLR", {"step_size": 100})``, by parts."""
-    parts = (given,) if isinstance(given, str) else given
-    name, options, inner = (*parts, {}, ())[:3] if isinstance(parts, tuple | list) and parts else ("", {}, ())
-    if not isinstance(name, str) or not name or not isinstance(options, Mapping):
+def scheduler_description(given: tuple[Any, ...] | str | type[LRScheduler]) -> dict[str, Any]:
+    """Return a scheduler of the server, as ``(StepLR, {"step_size": 100})``, by parts."""
+    parts = (given,) if isinstance(given, str | type) else given
+    kind, options, inner = (*parts, {}, ())[:3] if isinstance(parts, tuple | list) and parts else ("", {}, ())
+    if not kind or not isinstance(options, Mapping):
         raise ConfigurationError(
-            f'scheduler= must be a name, or a name with options, as ("StepLR", {{"step_size": 100}}), not {given!r}'
+            f'scheduler= must be a class, or a class with options, as ("StepLR", {{"step_size": 100}}), not {given!r}'
         )
+    name = class_name(kind, LRScheduler, torch.optim.lr_scheduler, "scheduler=")
     found: dict[str, Any] = {"name": name, "options": dict(options)}
     return found | ({"schedulers": [scheduler_description(each) for each in inner]} if inner else {})
 

@@ -1,10 +1,18 @@
 """ASGD: asynchronous stochastic gradient descent with dense pushes, the baseline of every sparse method."""
 
-from typing import Any, ClassVar
+from typing import Unpack
 
-from psclient.compress.method import Group, Recurrence
-from psclient.optim.arguments import Params
+from psclient.compress.method import Group, Method, Recurrence
+from psclient.optim.arguments import Options, Params
 from psclient.optim.base import ParameterServerOptimizer
+
+
+def recurrence(group: Group) -> Recurrence:
+    """``u = m·u + (g + wd·θ);  d = lr·u``, plus the residual of earlier pushes."""
+    return Recurrence(decay=group["weight_decay"], factor=group["momentum"], rate=group["lr"], whole=True)
+
+
+METHOD = Method("asgd", recurrence, default_density=1.0, sends_all=True, momentum_is_torchs=True)
 
 
 class ASGD(ParameterServerOptimizer):
@@ -27,17 +35,9 @@ class ASGD(ParameterServerOptimizer):
         **connection: see :class:`~psclient.optim.base.ParameterServerOptimizer`.
     """
 
-    name: ClassVar[str] = "asgd"
-    default_density: ClassVar[float] = 1.0
-    sends_all: ClassVar[bool] = True
-    momentum_is_torchs: ClassVar[bool] = True
+    _method = METHOD
 
     def __init__(
-        self, params: Params, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, **connection: Any
+        self, params: Params, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, **connection: Unpack[Options]
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, None, **connection)
-
-    @staticmethod
-    def recurrence(group: Group) -> Recurrence:
-        """``u = m·u + (g + wd·θ);  d = lr·u``, plus the residual of earlier pushes."""
-        return Recurrence(decay=group["weight_decay"], factor=group["momentum"], rate=group["lr"], whole=True)

@@ -6,11 +6,10 @@ server answers. All calls to servers are made in a thread of the optimizer's own
 
 import logging
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, ClassVar, NoReturn, SupportsIndex
+from typing import Any, NoReturn, Self, SupportsIndex
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -21,7 +20,7 @@ from psclient.buckets.plan import BucketPlan
 from psclient.budget import DEFAULT_BUDGET, Budget, budget_of
 from psclient.compress.gradients import Scale
 from psclient.compress.groups import ParamGroups, Rates
-from psclient.compress.method import Group, Recurrence
+from psclient.compress.method import Method
 from psclient.engine.budget import BudgetSchedule
 from psclient.engine.checks import gather, refuse_averaged
 from psclient.engine.sample_counter import FirstBatches, SampleCounter
@@ -60,8 +59,13 @@ from psclient.settings import ClientSettings, OnLoad, Server
 log = logging.getLogger("psclient")
 
 
-class ParameterServerOptimizer(Optimizer, ABC):
+class ParameterServerOptimizer(Optimizer):
     """Base of the methods; use one of its subclasses.
+
+    To make one is to join the run, with four effects on the program: it waits for the servers, and the model is
+    uploaded, or replaced by theirs; SIGTERM and the end of the program push what is held (``flush_on_sigterm``); the
+    class of ``model`` counts the samples of its calls; with ``server="local"`` a server process is started.
+    :meth:`close` undoes the last three.
 
     Args:
         params: parameters, param groups, or a model: then its parameters that need a gradient, and ``model`` too.
@@ -74,8 +78,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
             Without it, tensors have the names of ``model.named_parameters()`` where ``params`` has these, else they are
             named by position, and buffers stay local.
         server: ``HOST:PORT`` of each shard in order (a list, or one string with commas or a range as ``{0..3}``), one
-            ``dns:///HOST:PORT`` for all, a running :class:`~psclient.LocalServer`, or ``"local"`` to start one; the
-            default is ``PSCLIENT_SERVER``, then ``"local"``.
+            ``dns:///HOST:PORT`` for all, a running :class:`~psclient.LocalServer`, or ``"local"`` to start one for this
+            process alone; the default is ``PSCLIENT_SERVER``.
         worker: this worker's name; see :class:`~psclient.ClientSettings`.
         overlap: push while backward goes on, and fetch the reply while the next step computes: every gradient is one
             step staler. With ``rounds`` the push goes on during backward too, and ``step()`` awaits the round: nothing
@@ -95,19 +99,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         SparsepsError: the server cannot be reached, trains another model, or in another way.
     """
 
-    name: ClassVar[str]
-    momentum_is_torchs: ClassVar[bool] = False
-    """Whether ``state[parameter]["momentum"]`` is what ``torch.optim.SGD`` keeps as ``momentum_buffer``."""
-    server_remembers: bool = False
-    """Whether the server's optimizer has a state, which no state dict of a worker contains."""
-    groups_are_agreed: ClassVar[bool] = False
-    """Whether the server's optimizer has the param groups, too."""
-    default_density: ClassVar[float] = 0.01
-    """The density where nothing names one; below 1 only with a value type of the user's choice, else a budget holds."""
-    sends_all: ClassVar[bool] = False
-    """Whether every push has all entries."""
-    asynchronous: ClassVar[bool] = True
-    """Whether all workers' updates meet in one model one by one, which adds momentum of its own."""
+    _method: Method
 
     def __init__(
         self,
@@ -133,16 +125,17 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._joined = False
         self._rounds, self._agreed = rounds, dict(agreed or {})
         self._own_density: set[int] = set()  # numbers of the groups that a density schedule leaves alone
-        self.gradients_are_its_own = False  # known since the first step, or by a NodeOptimizer: no mean of several's
+        self._gradients_are_its_own = False  # known since the first step, or by a NodeOptimizer: no mean of several's
         self._loss: Any = None
         resolved = client_settings.resolve(settings, server, worker, on_load)
         following = budget_of(budget) if budget is not None else None
         if density is not None and following is not None:
             raise ConfigurationError("density= and budget= exclude each other: a budget chooses the density")
-        if density is None and following is None and self.default_density < 1 and not resolved.names_a_value_type:
+        method = self._method
+        if density is None and following is None and method.default_density < 1 and not resolved.names_a_value_type:
             following = DEFAULT_BUDGET
         if density is None:
-            density = self.default_density
+            density = method.default_density
         params, model = split_model(params, model)
         super().__init__(check_params(params), defaults | {"density": density(1) if callable(density) else density})
         if model is None:
@@ -157,15 +150,13 @@ class ParameterServerOptimizer(Optimizer, ABC):
             layer_density.check(overlap=overlap, select_over=resolved.select_over)
         forms = None
         if following is not None:
-            forms = BudgetSchedule(following, self._model.layout, resolved.dense_below, sends_all=self.sends_all)
+            forms = BudgetSchedule(following, self._model.layout, resolved.dense_below, sends_all=method.sends_all)
             resolved = resolved.model_copy(update={"dense_below": forms.dense_below})
-        agreed_settings = self.agreed_settings()
-        self._worker = Worker(
-            type(self), self._model, self._groups, self.state, agreed_settings, resolved, layer_density
-        )
+        agreed_settings = self._agreed_settings()
+        self._worker = Worker(method, self._model, self._groups, self.state, agreed_settings, resolved, layer_density)
         self._membership, self._cluster = self._worker.membership, self._worker.cluster
         self._push_pull = self._worker.push_pull
-        gradients, rates = self.sources(self._model, self._groups)
+        gradients, rates = self._sources(self._model, self._groups)
         self._stepper = Stepper(
             self._model,
             self._groups,
@@ -174,7 +165,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
             forms.of(self._cluster.shards) if forms is not None else density if callable(density) else None,
             rates,
             gradients,
-            synchronous=rounds is not None or not self.asynchronous,
+            synchronous=rounds is not None or not method.asynchronous,
         )
         self._steps: Stepper | LocalSteps = self._stepper
         self._worker.watch(self, self._stepper.abandon, flush_on_sigterm=resolved.flush_on_sigterm)
@@ -209,22 +200,17 @@ class ParameterServerOptimizer(Optimizer, ABC):
 
     # What a method defines
 
-    @staticmethod
-    @abstractmethod
-    def recurrence(group: Group) -> Recurrence:
-        """See :class:`psclient.compress.method.Method`."""
-
-    def agreed_settings(self) -> dict[str, str]:
+    def _agreed_settings(self) -> dict[str, str]:
         """Return the settings in which all workers of a run must agree."""
         momenta = [str(float(group["momentum"])) for group in self.param_groups if "momentum" in group]
         common = {"momentum": ",".join(momenta)} if momenta else {}
         return common | ({"rounds": self._rounds.agreed()} if self._rounds is not None else {}) | self._agreed
 
-    def sources(self, model: TrainedModel, groups: ParamGroups) -> tuple[GradientSource, Callable[[], Rates]]:
+    def _sources(self, model: TrainedModel, groups: ParamGroups) -> tuple[GradientSource, Callable[[], Rates]]:
         """Return the functions that collect a push's gradients and its rates; neither may refer to the optimizer."""
         return partial(gather, model, groups), groups.rates
 
-    def gradient_scale(self, gradients: Sequence[torch.Tensor], live_workers: int) -> Scale:
+    def _gradient_scale(self, gradients: Sequence[torch.Tensor], live_workers: int) -> Scale:
         """Return a factor for all gradients of this step; 1 unless the method clips.
 
         A tensor of no dimension, on their device, costs no wait. Such gradients may not be finite: the step fails then,
@@ -266,7 +252,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         return self._membership.live_workers
 
     @property
-    def unfinished(self) -> bool:
+    def _unfinished(self) -> bool:
         """True where the last step has pushed its gradients and met an error before its end.
 
         The next :meth:`step` completes it, unless the gradients are others by then, or there are none.
@@ -274,8 +260,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
         return self._steps.unfinished
 
     @property
-    def local_steps(self) -> int:
-        """Steps that have changed this machine's parameters and are not pushed yet; 0 but with local steps."""
+    def _local_steps(self) -> int:
+        """Steps that have changed this machine's parameters and are not pushed yet; 0 without local steps."""
         return self._steps.local_steps
 
     @property
@@ -284,12 +270,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         return self._membership.identity.worker_id
 
     @property
-    def joined(self) -> bool:
-        """Whether this worker has a place in its run yet."""
-        return self._joined
-
-    @property
-    def has_forgotten_model(self) -> bool:
+    def _has_forgotten_model(self) -> bool:
         """Whether nothing but this optimizer refers to the module ``model=``: a cell has made another one, say."""
         module, alone = self._model.module, object()
         return module is not None and sys.getrefcount(module) - sys.getrefcount(alone) <= self._own_references
@@ -309,7 +290,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         """Push this step's update and bring the parameters up to the server's.
 
         Args:
-            closure: recomputes the loss, as for any torch optimizer. Where the last step is :attr:`unfinished`, it is
+            closure: recomputes the loss, as for any torch optimizer. Where the last step is unfinished, it is
                 not called: that step is completed, and what the closure returned then is returned.
             samples: how many samples the gradients come from; counted at the calls of ``model`` if not given.
 
@@ -323,17 +304,17 @@ class ParameterServerOptimizer(Optimizer, ABC):
             RunFinishedError: the run was over before this step.
         """
         self._worker.require_open()
-        if not self.gradients_are_its_own:  # not only when it was made: a script may wrap or share its model late
+        if not self._gradients_are_its_own:  # not only when it was made: a script may wrap or share its model late
             refuse_averaged(self._model.parameters)
             self._model.refuse_shared()
-            self.gradients_are_its_own = True
+            self._gradients_are_its_own = True
         check_step(closure, samples)
         if self._makes_state_only():
             return None
-        if closure is not None and not self.unfinished:
+        if closure is not None and not self._unfinished:
             with torch.enable_grad():
                 self._loss = closure()
-        self._worker.run(lambda: self._steps.step(samples, self.gradient_scale))
+        self._worker.run(lambda: self._steps.step(samples, self._gradient_scale))
         self._steps.completed()  # not in the thread: a step whose end its caller has not seen must be completed again
         loss, self._loss = self._loss, None
         return loss
@@ -354,7 +335,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         Raises:
             ConfigurationError: with ``overlap=True`` or ``rounds=``, or for a method that it is not for.
         """
-        unfit = self.sends_all or "update" in self.agreed_settings() or self._rounds is not None
+        unfit = self._method.sends_all or "update" in self._agreed_settings() or self._rounds is not None
         if unfit or self._stepper.overlap is not None:
             raise ConfigurationError("lookahead() is for DGS, DGC and GradientDropping, without overlap= and rounds=")
         return self._worker.looking_ahead()
@@ -367,7 +348,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         """
         self._worker.run(self._steps.flush)
 
-    def flush_on_exit(self) -> None:
+    def _flush_on_exit(self) -> None:
         """End a lookahead; push the rest before this worker leaves or waits: by :meth:`flush`, or the local steps."""
         self._worker.end_lookahead()
         self._worker.run(self._steps.flush_on_exit)
@@ -398,7 +379,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         check_seconds(seconds)
         self._worker.run(lambda: self._steps.wait_for_all(seconds))
 
-    def hurry(self, seconds: float) -> None:
+    def _hurry(self, seconds: float) -> None:
         """Wait no longer than this for a server from now on, and for no other worker."""
         self._membership.set_deadline(seconds)
         self._cluster.cancel_wait()
@@ -412,7 +393,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         self._lifecycle.push_expected()
         self._worker.close(self._stepper.leave)
 
-    def __enter__(self) -> "ParameterServerOptimizer":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -429,7 +410,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         check_added(
             self.param_groups,
             self._model if self._joined else None,
-            are_agreed=self.groups_are_agreed,
+            are_agreed=self._method.groups_are_agreed,
             step_has_begun=self._joined and self._stepper.begun,
         )
         if has_own_density:
@@ -465,7 +446,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
             log.warning("saving the state with a push in doubt: %s", error)
         self._worker.compressor.fill_memories()
         state = state_as_refused(self.state, self._push_pull, super().state_dict)
-        mark_state(state, PushMark.now(self.name, self._membership, self._push_pull))
+        mark_state(state, PushMark.now(self._method.name, self._membership, self._push_pull))
         return state
 
     def _makes_state_only(self) -> bool:
@@ -493,7 +474,7 @@ class ParameterServerOptimizer(Optimizer, ABC):
         """
         if self._lifecycle.in_child:
             self._worker.require_open()
-        mark, plain = split(state_dict, self.name)
+        mark, plain = split(state_dict, self._method.name)
         if mark is None:
             plain = self._from_torch(plain)
         check_memories(plain, self.param_groups, self._model)
@@ -508,8 +489,8 @@ class ParameterServerOptimizer(Optimizer, ABC):
         if mark is None:
             return
         warn_of_missing_memories(state_dict)
-        now = PushMark.now(self.name, self._membership, self._push_pull)
-        if is_out_of_date(mark, now, self._membership.last_push_record, server_remembers=self.server_remembers):
+        now = PushMark.now(self._method.name, self._membership, self._push_pull)
+        if is_out_of_date(mark, now, self._membership.last_push_record, server_remembers=self._method.server_remembers):
             self.state.clear()
             self._open_states()
         self._push_pull.step = max(self._push_pull.step, mark.step)
@@ -521,4 +502,4 @@ class ParameterServerOptimizer(Optimizer, ABC):
 
     def _from_torch(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state of an optimizer of torch's as one of this method."""
-        return from_sgd(state, self.param_groups, self.name, keeps_momentum=self.momentum_is_torchs)
+        return from_sgd(state, self.param_groups, self._method.name, keeps_momentum=self._method.momentum_is_torchs)

@@ -2,15 +2,26 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Unpack
 
 import torch
 
 from psclient.compress.gradients import Scale, norms
-from psclient.compress.method import Group, Recurrence
+from psclient.compress.method import Group, Method, Recurrence
 from psclient.errors import ConfigurationError, HyperparameterError
-from psclient.optim.arguments import Density, Params
+from psclient.optim.arguments import Density, Options, Params
 from psclient.optim.base import ParameterServerOptimizer
+
+
+def recurrence(group: Group) -> Recurrence:
+    """``u = m·u + (g + wd·θ);  r += u``; both are cleared where an entry is selected.
+
+    A flush leaves the momentum: that would be new movement.
+    """
+    return Recurrence(decay=group["weight_decay"], factor=group["momentum"], unit=group["lr"], masks_momentum=True)
+
+
+METHOD = Method("dgc", recurrence, default_density=0.001)
 
 
 class DGC(ParameterServerOptimizer):
@@ -39,8 +50,7 @@ class DGC(ParameterServerOptimizer):
         **connection: see :class:`~psclient.optim.base.ParameterServerOptimizer`.
     """
 
-    name: ClassVar[str] = "dgc"
-    default_density: ClassVar[float] = 0.001
+    _method = METHOD
 
     def __init__(
         self,
@@ -50,7 +60,7 @@ class DGC(ParameterServerOptimizer):
         weight_decay: float = 0.0,
         density: Density | None = None,
         clip_norm: float | None = None,
-        **connection: Any,
+        **connection: Unpack[Options],
     ) -> None:
         if clip_norm is not None and connection.get("overlap"):
             raise ConfigurationError(
@@ -62,7 +72,7 @@ class DGC(ParameterServerOptimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, density, {"clip_norm": str(clip_norm)}, **connection)
 
-    def gradient_scale(self, gradients: Sequence[torch.Tensor], live_workers: int) -> Scale:
+    def _gradient_scale(self, gradients: Sequence[torch.Tensor], live_workers: int) -> Scale:
         """``min(1, (clip/√W) / ‖all g‖)``."""
         if self.clip_norm is None:
             return 1.0
@@ -70,14 +80,6 @@ class DGC(ParameterServerOptimizer):
         bound = self.clip_norm / math.sqrt(max(1, live_workers))
         scale: torch.Tensor = bound / norms(gradients).double().norm()
         return scale.clamp(max=1.0)
-
-    @staticmethod
-    def recurrence(group: Group) -> Recurrence:
-        """``u = m·u + (g + wd·θ);  r += u``; both are cleared where an entry is selected.
-
-        A flush leaves the momentum: that would be new movement.
-        """
-        return Recurrence(decay=group["weight_decay"], factor=group["momentum"], unit=group["lr"], masks_momentum=True)
 
 
 def _check_clip_norm(clip_norm: float | None) -> None:

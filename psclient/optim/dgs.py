@@ -1,10 +1,19 @@
 """DGS: dual-way gradient sparsification with sparsification-aware momentum (Yan et al., ICPP 2020)."""
 
-from typing import Any, ClassVar
+from typing import Unpack
 
-from psclient.compress.method import Group, Recurrence
-from psclient.optim.arguments import Density, Params
+from psclient.compress.method import Group, Method, Recurrence
+from psclient.optim.arguments import Density, Options, Params
 from psclient.optim.base import ParameterServerOptimizer
+
+
+def recurrence(group: Group) -> Recurrence:
+    """``r += lr·(g + wd·θ)``; ``m`` times the sent entry remains, also after a flush."""
+    lr, wd, m = group["lr"], group["weight_decay"], group["momentum"]
+    return Recurrence(scale=lr, decay=lr * wd, keep=m)
+
+
+METHOD = Method("dgs", recurrence)
 
 
 class DGS(ParameterServerOptimizer):
@@ -31,7 +40,7 @@ class DGS(ParameterServerOptimizer):
             :class:`~psclient.optim.base.ParameterServerOptimizer`.
     """
 
-    name: ClassVar[str] = "dgs"
+    _method = METHOD
 
     def __init__(
         self,
@@ -40,12 +49,6 @@ class DGS(ParameterServerOptimizer):
         momentum: float = 0.7,
         weight_decay: float = 0.0,
         density: Density | None = None,
-        **connection: Any,
+        **connection: Unpack[Options],
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, density, **connection)
-
-    @staticmethod
-    def recurrence(group: Group) -> Recurrence:
-        """``r += lr·(g + wd·θ)``; ``m`` times the sent entry remains, also after a flush."""
-        lr, wd, m = group["lr"], group["weight_decay"], group["momentum"]
-        return Recurrence(scale=lr, decay=lr * wd, keep=m)

@@ -1,10 +1,19 @@
 """Gradient Dropping (Aji and Heafield, EMNLP 2017)."""
 
-from typing import Any, ClassVar
+from typing import Unpack
 
-from psclient.compress.method import Group, Recurrence
-from psclient.optim.arguments import Density, Params
+from psclient.compress.method import Group, Method, Recurrence
+from psclient.optim.arguments import Density, Options, Params
 from psclient.optim.base import ParameterServerOptimizer
+
+
+def recurrence(group: Group) -> Recurrence:
+    """``r += lr·(g + wd·θ)``."""
+    lr, wd = group["lr"], group["weight_decay"]
+    return Recurrence(scale=lr, decay=lr * wd)
+
+
+METHOD = Method("gradient_dropping", recurrence)
 
 
 class GradientDropping(ParameterServerOptimizer):
@@ -26,15 +35,14 @@ class GradientDropping(ParameterServerOptimizer):
         **connection: see :class:`~psclient.optim.base.ParameterServerOptimizer`.
     """
 
-    name: ClassVar[str] = "gradient_dropping"
+    _method = METHOD
 
     def __init__(
-        self, params: Params, lr: float, weight_decay: float = 0.0, density: Density | None = None, **connection: Any
+        self,
+        params: Params,
+        lr: float,
+        weight_decay: float = 0.0,
+        density: Density | None = None,
+        **connection: Unpack[Options],
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay}, density, **connection)
-
-    @staticmethod
-    def recurrence(group: Group) -> Recurrence:
-        """``r += lr·(g + wd·θ)``."""
-        lr, wd = group["lr"], group["weight_decay"]
-        return Recurrence(scale=lr, decay=lr * wd)

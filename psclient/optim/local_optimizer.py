@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, Unpack
 
 import torch
 from torch.optim import Optimizer
@@ -13,7 +13,7 @@ from psclient.engine.state import method_of, without_mark
 from psclient.engine.step import GradientSource
 from psclient.errors import ConfigurationError
 from psclient.model.module import TrainedModel
-from psclient.optim.arguments import Density, needs_closure
+from psclient.optim.arguments import Density, RoundsOptions, needs_closure
 from psclient.optim.base import ParameterServerOptimizer
 from psclient.optim.local_steps import Deltas, LocalSteps
 
@@ -25,8 +25,6 @@ class LocalOptimizer(ParameterServerOptimizer):
     models, else it adds the differences up.
     """
 
-    groups_are_agreed: ClassVar[bool] = True
-
     def __init__(
         self,
         inner_optimizer: Optimizer,
@@ -37,7 +35,7 @@ class LocalOptimizer(ParameterServerOptimizer):
         /,
         *,
         averages: bool,
-        **connection: Any,
+        **connection: Unpack[RoundsOptions],
     ) -> None:
         name = type(self).__name__
         if not isinstance(inner_optimizer, Optimizer):
@@ -73,7 +71,7 @@ class LocalOptimizer(ParameterServerOptimizer):
             averages=averages,
         )
 
-    def sources(self, model: TrainedModel, groups: ParamGroups) -> tuple[GradientSource, Callable[[], Rates]]:
+    def _sources(self, model: TrainedModel, groups: ParamGroups) -> tuple[GradientSource, Callable[[], Rates]]:
         """A push has the differences, which carry no rate."""
         return partial(_among, self._deltas), partial(Rates, 1.0)
 
@@ -89,7 +87,7 @@ class LocalOptimizer(ParameterServerOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load both optimizers' states."""
-        if method_of(state_dict) != self.name:
+        if method_of(state_dict) != self._method.name:
             raise ConfigurationError(
                 "this state is another optimizer's; a state of the inner optimizer is for "
                 "optimizer.inner_optimizer.load_state_dict()"

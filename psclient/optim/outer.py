@@ -2,14 +2,15 @@
 
 import logging
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any, Unpack
 
 from torch.optim import Optimizer
 
 from psclient.compress.groups import check_hyperparameters
-from psclient.compress.method import Group, Recurrence
+from psclient.compress.method import Group, Method, Recurrence
 from psclient.errors import ConfigurationError
-from psclient.optim.arguments import Density, Description, as_json, options_of
+from psclient.optim.arguments import Density, Description, RoundsOptions, as_json, optimizer_name, options_of
 from psclient.optim.local_optimizer import LocalOptimizer
 from psclient.whole_numbers import whole_number
 
@@ -17,6 +18,14 @@ log = logging.getLogger("psclient")
 
 DEFAULT_OUTER: Description = ("SGD", {"lr": 0.7})
 _DELAYED = "DelayedNesterov"
+
+
+def recurrence(group: Group) -> Recurrence:
+    """``e = β·e + Δ``; at ρ = 1 all of it is sent."""
+    return Recurrence(retain=group["decay"], whole=group["density"] >= 1)
+
+
+METHOD = Method("outer", recurrence, default_density=1.0, groups_are_agreed=True)
 
 
 class Outer(LocalOptimizer):
@@ -46,8 +55,8 @@ class Outer(LocalOptimizer):
 
     Args:
         inner_optimizer: takes the local steps; everything that it trains is trained.
-        outer_optimizer: the server's: a class of ``torch.optim`` by name, or by name and options, as ``("SGD",
-            {"lr": 0.7})``, or ``"DelayedNesterov"``; ``None`` for plain averaging.
+        outer_optimizer: the server's: a class of ``torch.optim`` or its name, or one of these with options, as
+            ``(torch.optim.SGD, {"lr": 0.7})``, or ``"DelayedNesterov"``; ``None`` for plain averaging.
         sync_every: ``H``, local steps from one push to the next.
         density: ``ρ``; a number, or a function of the number of the push.
         decay: ``β``, the share of the last push's error that is kept; 1 loses nothing.
@@ -61,8 +70,7 @@ class Outer(LocalOptimizer):
         RefusedError: the server does not know the outer optimizer, or torch does not take the options.
     """
 
-    name: ClassVar[str] = "outer"
-    default_density: ClassVar[float] = 1.0
+    _method = METHOD
 
     def __init__(
         self,
@@ -72,7 +80,7 @@ class Outer(LocalOptimizer):
         sync_every: int,
         density: Density | None = None,
         decay: float = 1.0,
-        **connection: Any,
+        **connection: Unpack[RoundsOptions],
     ) -> None:
         optimizer, options = _described(outer_optimizer)
         sync_every = whole_number(sync_every, "sync_every must be a number of local steps", 1)
@@ -92,7 +100,7 @@ class Outer(LocalOptimizer):
                 _DELAYED,
             )
         self._lr = float(options["lr"] if "lr" in options else options_of(optimizer)[1])
-        self.server_remembers = optimizer != "SGD" or bool(options.get("momentum"))
+        self._method = replace(METHOD, server_remembers=optimizer != "SGD" or bool(options.get("momentum")))
         agreed = {
             "update": "delayed_nesterov" if is_delayed else "torch",
             "optimizer": as_json({"name": optimizer, "options": dict(options)}, "options"),
@@ -104,20 +112,15 @@ class Outer(LocalOptimizer):
             inner_optimizer, sync_every, {"decay": decay}, density, agreed, averages=averages, **connection
         )
 
-    def agreed_settings(self) -> dict[str, str]:
+    def _agreed_settings(self) -> dict[str, str]:
         """The server steps all tensors alike."""
         trained = sorted(position for group in self.param_groups for position in self._model.positions_of(group))
-        return super().agreed_settings() | {"groups": as_json([{"tensors": trained, "options": {}}], "param groups")}
+        return super()._agreed_settings() | {"groups": as_json([{"tensors": trained, "options": {}}], "param groups")}
 
     @property
     def lr(self) -> float:
         """Learning rate of the server's step, agreed by all workers; those of ``param_groups`` are the inner ones."""
         return self._lr
-
-    @staticmethod
-    def recurrence(group: Group) -> Recurrence:
-        """``e = β·e + Δ``; at ρ = 1 all of it is sent."""
-        return Recurrence(retain=group["decay"], whole=group["density"] >= 1)
 
 
 def _described(outer_optimizer: Description | None) -> tuple[str, Mapping[str, Any]]:
@@ -125,12 +128,12 @@ def _described(outer_optimizer: Description | None) -> tuple[str, Mapping[str, A
     match outer_optimizer:
         case None:
             return "SGD", {"lr": 1.0}
-        case str() as name:
-            return name, {}
-        case (str() as name, Mapping() as options):
+        case (str() | type() as kind, Mapping() as options):
             check_hyperparameters(options)
-            return name, options
+            return optimizer_name(kind, "outer_optimizer="), options
+        case str() | type() as kind:
+            return optimizer_name(kind, "outer_optimizer="), {}
     raise ConfigurationError(
-        'outer_optimizer= must be a name with options, as ("SGD", {"lr": 0.7}), or None for plain averaging, '
-        f"not {outer_optimizer!r}"
+        'outer_optimizer= must be a class of torch.optim with options, as ("SGD", {"lr": 0.7}), or None for plain '
+        f"averaging, not {outer_optimizer!r}"
     )

@@ -3,14 +3,26 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn, Unpack
+
+from torch.optim.lr_scheduler import LRScheduler
 
 from psclient.compress.groups import ParamGroups, Rates
-from psclient.compress.method import Group, Recurrence
+from psclient.compress.method import Group, Method, Recurrence
 from psclient.engine.step import GradientSource
 from psclient.errors import ConfigurationError, HyperparameterError
 from psclient.model.module import TrainedModel
-from psclient.optim.arguments import Density, Params, as_json, options_of, scheduler_description, scheduler_interval
+from psclient.optim.arguments import (
+    Density,
+    Kind,
+    Options,
+    Params,
+    as_json,
+    optimizer_name,
+    options_of,
+    scheduler_description,
+    scheduler_interval,
+)
 from psclient.optim.base import ParameterServerOptimizer
 from pscore.wire.messages import LARGEST_RATE
 
@@ -21,6 +33,14 @@ _WORKERS_OWN = frozenset(
     | {"swa_lr", "fused", "foreach", "capturable", "differentiable"}
 )
 """Keys of param groups that the server does not use: names, state of schedulers, ways to compute."""
+
+
+def recurrence(group: Group) -> Recurrence:
+    """``r += g``; at ρ = 1 all of ``r`` is sent."""
+    return Recurrence(whole=group["density"] >= 1)
+
+
+METHOD = Method("server_optimizer", recurrence, default_density=1.0, server_remembers=True, groups_are_agreed=True)
 
 
 class ServerOptimizer(ParameterServerOptimizer):
@@ -45,10 +65,10 @@ class ServerOptimizer(ParameterServerOptimizer):
     Args:
         params: parameters or param groups; a group's own options (``{"params": …, "weight_decay": 0.0}``) go to the
             server's optimizer. Keys that it does not have stay here, with a warning.
-        optimizer: name of a class in ``torch.optim``: ``"SGD"``, ``"RMSprop"``, ``"AdamW"``, …
+        optimizer: a class of ``torch.optim``, or its name: ``torch.optim.AdamW``, ``"AdamW"``, …
         options: its options by name; numbers, words and lists of them.
-        scheduler: a class in ``torch.optim.lr_scheduler`` by name with its options, ``("StepLR", {"step_size": 100})``;
-            for ``SequentialLR`` and ``ChainedScheduler`` with a third entry, the list of the schedulers inside.
+        scheduler: a class of ``torch.optim.lr_scheduler``, or its name, with its options, ``("StepLR", {"step_size":
+            100})``; ``SequentialLR`` and ``ChainedScheduler`` have a third entry, the list of the schedulers inside.
         scheduler_every: versions of the model between two steps of the scheduler, or ``("samples", N)``: samples of all
             workers. An epoch is ``("samples", len(dataset))``, however many workers share it.
         lazy: step only the entries of a sparse push, parameters and state alike.
@@ -61,45 +81,38 @@ class ServerOptimizer(ParameterServerOptimizer):
         RefusedError: the server does not know the optimizer, or torch does not take the options.
     """
 
-    name: ClassVar[str] = "server_optimizer"
-    default_density: ClassVar[float] = 1.0
-    server_remembers = True
-    groups_are_agreed: ClassVar[bool] = True
+    _method = METHOD
 
     def __init__(
         self,
         params: Params,
-        optimizer: str,
+        optimizer: Kind,
         options: Mapping[str, Any] | None = None,
         *,
-        scheduler: tuple[Any, ...] | str | None = None,
+        scheduler: tuple[Any, ...] | str | type[LRScheduler] | None = None,
         scheduler_every: int | tuple[str, int] = 1,
         lazy: bool = False,
         density: Density | None = None,
-        **connection: Any,
+        **connection: Unpack[Options],
     ) -> None:
-        for what, named in (("optimizer", optimizer), ("scheduler", scheduler)):
-            if isinstance(named, type):
-                raise ConfigurationError(f"the server's {what} is given by name, {named.__name__!r}, not as a class")
-        if not isinstance(optimizer, str):
-            raise ConfigurationError(f"the server's optimizer is given by name, as 'AdamW', not as {optimizer!r}")
+        name = optimizer_name(optimizer, "optimizer")
         if options is not None and not isinstance(options, Mapping):
             raise ConfigurationError(f"options= must be the optimizer's options by name, not {options!r}")
-        self._known, default_rate = options_of(optimizer)
+        self._known, default_rate = options_of(name)
         if misplaced := sorted(self._known & connection.keys()):
             raise ConfigurationError(
                 f"{', '.join(misplaced)} of the server's optimizer stands in options=, as {{{misplaced[0]!r}: …}}"
             )
         agreed = {
             "update": "torch",
-            "optimizer": as_json({"name": optimizer, "options": dict(options or {})}, "options"),
+            "optimizer": as_json({"name": name, "options": dict(options or {})}, "options"),
             "scheduler": "" if scheduler is None else as_json(scheduler_description(scheduler), "scheduler"),
             "scheduler_every": scheduler_interval(scheduler_every),
             "lazy": "true" if lazy else "false",
         }
         super().__init__(params, {"lr": (options or {}).get("lr", default_rate)}, density, agreed, **connection)
 
-    def agreed_settings(self) -> dict[str, str]:
+    def _agreed_settings(self) -> dict[str, str]:
         """Workers must agree on everything about the server's optimizer."""
         unknown = {name for group in self.param_groups for name in group.keys() - _WORKERS_OWN - self._known}
         if unknown:
@@ -111,11 +124,11 @@ class ServerOptimizer(ParameterServerOptimizer):
         for group, own in zip(self.param_groups, _options(self.param_groups, self._known), strict=True):
             rate = {} if group["lr"] == self.defaults["lr"] else {"lr": group["lr"]}
             groups.append({"tensors": self._model.positions_of(group), "options": own | rate})
-        return super().agreed_settings() | {"groups": as_json(groups, "param groups")}
+        return super()._agreed_settings() | {"groups": as_json(groups, "param groups")}
 
-    def sources(self, model: TrainedModel, groups: ParamGroups) -> tuple[GradientSource, Callable[[], Rates]]:
+    def _sources(self, model: TrainedModel, groups: ParamGroups) -> tuple[GradientSource, Callable[[], Rates]]:
         """Each group has a rate of its own, and nothing else may be changed in a group."""
-        gradients, _ = super().sources(model, groups)
+        gradients, _ = super()._sources(model, groups)
         return gradients, partial(_rates, groups, self._known, _options(groups.all, self._known))
 
     def _from_torch(self, state: dict[str, Any]) -> NoReturn:
@@ -125,10 +138,13 @@ class ServerOptimizer(ParameterServerOptimizer):
             "go on with psclient.Outer(inner_optimizer, …), whose inner optimizer takes this state"
         )
 
-    @staticmethod
-    def recurrence(group: Group) -> Recurrence:
-        """``r += g``; at ρ = 1 all of ``r`` is sent."""
-        return Recurrence(whole=group["density"] >= 1)
+
+def rmsprop_recurrence(group: Group) -> Recurrence:
+    """``r += g + wd·θ``; at ρ = 1 all of ``r`` is sent."""
+    return Recurrence(decay=group["weight_decay"], whole=group["density"] >= 1)
+
+
+RMSPROP = Method("server_rmsprop", rmsprop_recurrence, server_remembers=True, groups_are_agreed=True)
 
 
 class ServerRMSprop(ParameterServerOptimizer):
@@ -159,9 +175,7 @@ class ServerRMSprop(ParameterServerOptimizer):
         RefusedError: ``alpha`` or ``eps`` is out of its range.
     """
 
-    name: ClassVar[str] = "server_rmsprop"
-    server_remembers = True
-    groups_are_agreed: ClassVar[bool] = True
+    _method = RMSPROP
 
     def __init__(
         self,
@@ -171,30 +185,25 @@ class ServerRMSprop(ParameterServerOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         density: Density | None = None,
-        **connection: Any,
+        **connection: Unpack[Options],
     ) -> None:
         options = {"lr": lr, "alpha": alpha, "eps": eps}
         agreed = {"update": "rmsprop", "optimizer": as_json({"name": "RMSprop", "options": options}, "options")}
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay}, density, agreed, **connection)
 
-    def agreed_settings(self) -> dict[str, str]:
+    def _agreed_settings(self) -> dict[str, str]:
         """Workers must agree on the groups and their first rates."""
         groups = [
             {"tensors": self._model.positions_of(group), "options": {"lr": float(group["lr"])}}
             for group in self.param_groups
         ]
-        return super().agreed_settings() | {"groups": as_json(groups, "param groups")}
+        return super()._agreed_settings() | {"groups": as_json(groups, "param groups")}
 
-    def sources(self, model: TrainedModel, groups: ParamGroups) -> tuple[GradientSource, Callable[[], Rates]]:
+    def _sources(self, model: TrainedModel, groups: ParamGroups) -> tuple[GradientSource, Callable[[], Rates]]:
         """Each group has a rate of its own."""
-        return super().sources(model, groups)[0], partial(_group_rates, groups)
+        return super()._sources(model, groups)[0], partial(_group_rates, groups)
 
     _from_torch = ServerOptimizer._from_torch
-
-    @staticmethod
-    def recurrence(group: Group) -> Recurrence:
-        """``r += g + wd·θ``; at ρ = 1 all of ``r`` is sent."""
-        return Recurrence(decay=group["weight_decay"], whole=group["density"] >= 1)
 
 
 def _options(groups: Sequence[Mapping[str, Any]], known: frozenset[str]) -> list[dict[str, Any]]:

@@ -1,11 +1,20 @@
 """SSGD: synchronous SGD over the live workers, dense or sparse."""
 
-from typing import Any, ClassVar
+from typing import Unpack
 
-from psclient.compress.method import Group, Recurrence
-from psclient.optim.arguments import Density, Params
+from psclient.compress.method import Group, Method, Recurrence
+from psclient.optim.arguments import Density, OverlapOptions, Params
 from psclient.optim.base import ParameterServerOptimizer
 from psclient.rounds import Rounds
+
+
+def recurrence(group: Group) -> Recurrence:
+    """``u = m·u + (g + wd·θ);  r += u``; at ρ = 1 all of ``lr·r`` is sent."""
+    wd, m = group["weight_decay"], group["momentum"]
+    return Recurrence(decay=wd, factor=m, unit=group["lr"], whole=group["density"] >= 1)
+
+
+METHOD = Method("ssgd", recurrence, default_density=1.0, momentum_is_torchs=True)
 
 
 class SSGD(ParameterServerOptimizer):
@@ -31,9 +40,7 @@ class SSGD(ParameterServerOptimizer):
         **connection: see :class:`~psclient.optim.base.ParameterServerOptimizer`.
     """
 
-    name: ClassVar[str] = "ssgd"
-    default_density: ClassVar[float] = 1.0
-    momentum_is_torchs: ClassVar[bool] = True
+    _method = METHOD
 
     def __init__(
         self,
@@ -43,13 +50,7 @@ class SSGD(ParameterServerOptimizer):
         weight_decay: float = 0.0,
         density: Density | None = None,
         rounds: Rounds | None = None,
-        **connection: Any,
+        **connection: Unpack[OverlapOptions],
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, density, rounds=rounds or Rounds(), **connection)
-
-    @staticmethod
-    def recurrence(group: Group) -> Recurrence:
-        """``u = m·u + (g + wd·θ);  r += u``; at ρ = 1 all of ``lr·r`` is sent."""
-        wd, m = group["weight_decay"], group["momentum"]
-        return Recurrence(decay=wd, factor=m, unit=group["lr"], whole=group["density"] >= 1)

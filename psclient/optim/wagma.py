@@ -1,14 +1,22 @@
 """WAGMA-SGD: wait-avoiding group model averaging (Li et al., IEEE TPDS 2021)."""
 
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Literal, NoReturn, Unpack
 
 from torch.optim import Optimizer
 
-from psclient.compress.method import Group, Recurrence
+from psclient.compress.method import Group, Method, Recurrence
 from psclient.errors import ConfigurationError
-from psclient.optim.arguments import Density
+from psclient.optim.arguments import CommonOptions, Density
 from psclient.optim.local_optimizer import LocalOptimizer
 from psclient.whole_numbers import whole_number
+
+
+def recurrence(group: Group) -> Recurrence:
+    """``r += θ − W'``; at ρ = 1 all of it is sent."""
+    return Recurrence(whole=group["density"] >= 1)
+
+
+METHOD = Method("wagma", recurrence, default_density=1.0, asynchronous=False, groups_are_agreed=True)
 
 
 class WAGMA(LocalOptimizer):
@@ -48,9 +56,7 @@ class WAGMA(LocalOptimizer):
             undone.
     """
 
-    name: ClassVar[str] = "wagma"
-    default_density: ClassVar[float] = 1.0
-    asynchronous: ClassVar[bool] = False
+    _method = METHOD
 
     def __init__(
         self,
@@ -60,7 +66,7 @@ class WAGMA(LocalOptimizer):
         tau: int = 10,
         late: Literal["replace", "paper"] = "replace",
         density: Density | None = None,
-        **connection: Any,
+        **connection: Unpack[CommonOptions],
     ) -> None:
         group_size = whole_number(group_size, "group_size must be 0 (chosen by the number of workers) or above 1")
         if group_size == 1:
@@ -83,8 +89,3 @@ class WAGMA(LocalOptimizer):
             "WAGMA's workers have a model each until the run is over, and become their mean then: end it (psservice "
             "finish, or --end-samples of psservice serve), and pull()"
         )
-
-    @staticmethod
-    def recurrence(group: Group) -> Recurrence:
-        """``r += θ − W'``; at ρ = 1 all of it is sent."""
-        return Recurrence(whole=group["density"] >= 1)

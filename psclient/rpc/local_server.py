@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 from psclient.errors import ConfigurationError, ServerUnreachableError
 from psclient.settings import sibling_workers
@@ -89,7 +89,7 @@ class LocalServer:
                 process.kill()
                 process.wait()
 
-    def __enter__(self) -> "LocalServer":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -175,13 +175,9 @@ def start_alone() -> LocalServer:
     variable = sibling_workers()
     if variable is not None:
         raise ConfigurationError(
-            f"{variable} says that this is one of several workers, and no server address was given: each would "
-            'train alone. Start `psservice serve` and pass server="HOST:PORT" or set PSCLIENT_SERVER'
+            f'{variable} says that this is one of several workers, and server="local" starts a server for one: each '
+            'would train alone. Start `psservice serve` and pass server="HOST:PORT" or set PSCLIENT_SERVER'
         )
     server = LocalServer()
-    log.warning(
-        "no server was named: one was started for this process alone at %s, and ends with it. Workers that train "
-        "together name one, with server= or PSCLIENT_SERVER",
-        server.server,
-    )
+    log.info("a server was started for this process alone at %s, and ends with it", server.server)
     return server

@@ -10,10 +10,10 @@ from psclient.compress.compressor import Compressor
 from psclient.compress.gradients import Gradients
 from psclient.compress.groups import ParamGroups
 from psclient.model.module import describe
-from psclient.optim.asgd import ASGD
-from psclient.optim.dgc import DGC
-from psclient.optim.dgs import DGS
-from psclient.optim.gradient_dropping import GradientDropping
+from psclient.optim.asgd import METHOD as ASGD
+from psclient.optim.dgc import METHOD as DGC
+from psclient.optim.dgs import METHOD as DGS
+from psclient.optim.gradient_dropping import METHOD as DROPPING
 from psclient.report import StepReport
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
@@ -21,7 +21,7 @@ from pscore.selection import SELECTORS
 from pscore.wire.codecs.names import VALUE_CODECS
 from pscore.wire.codecs.values import VALUE_FORMATS
 
-METHODS = {"asgd": ASGD, "gradient_dropping": GradientDropping, "dgc": DGC, "dgs": DGS}
+METHODS = {"asgd": ASGD, "gradient_dropping": DROPPING, "dgc": DGC, "dgs": DGS}
 SPARSE = ("gradient_dropping", "dgc", "dgs")
 SIZES = (1, 2, 7, 100, 999)
 EPS = torch.finfo(torch.float32).eps

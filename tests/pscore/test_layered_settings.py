@@ -48,7 +48,7 @@ def test_a_variable_of_a_service_that_kubernetes_sets_is_none_of_ours(monkeypatc
         monkeypatch.setenv(f"PSSERVICE_{name}", value)
         monkeypatch.setenv(f"PSCLIENT_{name}", value)
     assert load_server([]).listen == "127.0.0.1:50051"
-    assert load_client().server == "local"
+    assert load_client().server == ""
 
 
 def test_a_port_that_is_no_service_link_is_a_mistake(monkeypatch):

@@ -13,8 +13,8 @@ import psclient
 from psclient.rpc.local_server import LocalServer
 from psclient.settings import ClientSettings
 
-QUICK = ClientSettings(deadline_seconds=5, connect_seconds=30, patience_seconds=30, dense_below=0)
-"""Short time limits, and no tensor exempt from selection."""
+QUICK = ClientSettings(server="local", deadline_seconds=5, connect_seconds=30, patience_seconds=30, dense_below=0)
+"""Short time limits, no tensor exempt from selection, and a server for the test alone unless it names one."""
 
 
 def make_model(seed: int = 0, *, batch_norm: bool = True) -> nn.Sequential:

@@ -109,7 +109,7 @@ def main() -> int:
         optimizer = join()
     except HandshakeError:  # the proxy of a server that starts again closes connections, as a TLS port does
         optimizer = join()
-    _print(method=optimizer.name, settings=optimizer.agreed_settings())
+    _print(method=optimizer._method.name, settings=optimizer._agreed_settings())
     refused = 0
     while not words.heard() and os.getppid() == parent:
         optimizer.zero_grad()

@@ -10,14 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 pytest.importorskip("triton")
 
+import psclient
 from psclient.compress.gradients import norms
 from psclient.engine.checks import finite, refuse_unsound
 from psclient.errors import NonFiniteGradientError, UpdateOverflowError
 from psclient.model.replica import Replica
-from psclient.optim.asgd import ASGD
-from psclient.optim.dgc import DGC
-from psclient.optim.dgs import DGS
-from psclient.optim.gradient_dropping import GradientDropping
+from psclient.optim.asgd import METHOD as ASGD
+from psclient.optim.dgc import METHOD as DGC
+from psclient.optim.dgs import METHOD as DGS
+from psclient.optim.gradient_dropping import METHOD as DROPPING
 from psclient.report import StepReport
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
@@ -49,7 +50,7 @@ def on_host(memories):
     return [{name: memory.cpu() for name, memory in each.items()} for each in memories]
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 @pytest.mark.parametrize("hyper", [{}, {"momentum": 0.7, "weight_decay": 0.01, "lr": 0.3}])
 def test_where_all_is_sent_memories_and_entries_have_the_bits_of_the_host(method, hyper):
     hyper = HYPER | hyper | {"density": 1.0}
@@ -124,7 +125,7 @@ def test_an_update_that_overflows_leaves_finite_memories():
     assert all(bool(memory["residual"].isfinite().all()) for memory in model.memories())
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_gradients_that_are_not_finite_change_nothing_though_nobody_waits_for_their_check(method):
     model = made(method, HYPER | {"density": 0.1, "momentum": 0.5}, DeviceKernels(DEVICE, block=2048, part=2048))
     model.compress(gradients_of(model, 0))
@@ -146,7 +147,7 @@ def test_a_clip_on_the_device_has_the_bits_of_the_host(bound):
     for kernels in (DeviceKernels(DEVICE), None):
         model = made(DGC, HYPER | {"density": 1.0, "momentum": 0.3}, kernels)
         gradients = gradients_of(model, 1)
-        clip = DGC.gradient_scale(SimpleNamespace(clip_norm=bound), list(gradients.values()), 4)
+        clip = psclient.DGC._gradient_scale(SimpleNamespace(clip_norm=bound), list(gradients.values()), 4)
         clipped.append(model.compress(gradients, clip if kernels else float(clip))[1].cpu())
     assert torch.equal(*clipped)
     assert bool(clipped[0].any())
@@ -218,7 +219,7 @@ def test_an_error_of_one_device_loses_no_entry_of_any(failing):
             return super().launch(*arguments, search=search, **options)
 
     kernels = {torch.device("cpu", n): Failing(DEVICE) for n in range(2)}
-    model = on_devices_of_the_host(GradientDropping, {"density": 0.1}, kernels)
+    model = on_devices_of_the_host(DROPPING, {"density": 0.1}, kernels)
     given = gradients_of(model, 1)
     model.compressor.restore(model.compress(given)[0])
     kernels[torch.device("cpu", failing)].fails = True
@@ -304,7 +305,7 @@ def test_a_warm_step_costs_the_same_calls_for_few_tensors_and_for_many(method, m
                 counts = Counts(patch, kernels) if state else None
                 with counts or _disable_current_modes():
                     ready = finite(model.described, gradients, waits=False)
-                    clip = DGC.gradient_scale(SimpleNamespace(clip_norm=0.1), list(ready.values()), 4)
+                    clip = psclient.DGC._gradient_scale(SimpleNamespace(clip_norm=0.1), list(ready.values()), 4)
                     sent = model.compressor.compress(range(count), ready, clip, StepReport(0))
                 if counts is not None:
                     parts["select"] = (counts.launches, counts.up, counts.down, counts.fetched, counts.waits)

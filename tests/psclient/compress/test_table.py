@@ -19,21 +19,21 @@ from psclient.engine.checks import finite
 from psclient.engine.push_pull import _joined
 from psclient.errors import ModelChangedError, NonFiniteGradientError, UpdateOverflowError
 from psclient.model.module import describe
-from psclient.optim.asgd import ASGD
-from psclient.optim.dgc import DGC
-from psclient.optim.dgs import DGS
-from psclient.optim.gradient_dropping import GradientDropping
-from psclient.optim.outer import Outer
-from psclient.optim.server_optimizer import ServerOptimizer
-from psclient.optim.ssgd import SSGD
-from psclient.optim.wagma import WAGMA
+from psclient.optim.asgd import METHOD as ASGD
+from psclient.optim.dgc import METHOD as DGC
+from psclient.optim.dgs import METHOD as DGS
+from psclient.optim.gradient_dropping import METHOD as DROPPING
+from psclient.optim.outer import METHOD as OUTER
+from psclient.optim.server_optimizer import METHOD as SERVER
+from psclient.optim.ssgd import METHOD as SSGD
+from psclient.optim.wagma import METHOD as WAGMA
 from psclient.report import StepReport
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.selection import SELECTORS
 from pscore.selection.host import segments
 
-METHODS = (ASGD, DGC, DGS, GradientDropping, Outer, ServerOptimizer, SSGD, WAGMA)
+METHODS = (ASGD, DGC, DGS, DROPPING, OUTER, SERVER, SSGD, WAGMA)
 NEVER = 1 << 60
 HYPER = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "decay": 1.0, "density": 0.1}
 some = settings(deadline=None, max_examples=40)

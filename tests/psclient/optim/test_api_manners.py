@@ -2,6 +2,10 @@
 
 import copy
 import logging
+import os
+import re
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -164,9 +168,11 @@ def outer(model, outer_optimizer, **options):
             partial(torch.optim.SGD, lr=0.5, momentum=0.9, nesterov=True),
         ),
         (("AdamW", {"lr": 0.01}), partial(torch.optim.AdamW, lr=0.01)),
+        (torch.optim.Adamax, torch.optim.Adamax),
+        ((torch.optim.SGD, {"lr": 0.5}), partial(torch.optim.SGD, lr=0.5)),
     ],
 )
-def test_the_outer_optimizer_is_any_of_torchs_by_name_or_none_for_plain_averaging(description, expected):
+def test_the_outer_optimizer_is_any_of_torchs_by_class_or_name_or_none_for_plain_averaging(description, expected):
     here, there = make_model(batch_norm=False), make_model(batch_norm=False)
     outside = [nn.Parameter(parameter.detach().clone()) for parameter in here.parameters()]
     step_out, local = expected(outside), torch.optim.SGD(here.parameters(), lr=0.1)
@@ -184,7 +190,61 @@ def test_the_outer_optimizer_is_any_of_torchs_by_name_or_none_for_plain_averagin
             torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("wrong", [50, ("SGD", 0.7), torch.optim.SGD, ("SGD", {}, 3), (0.7,), ()])
+@pytest.mark.parametrize("wrong", [50, ("SGD", 0.7), psclient.MomentumSGD, nn.Linear, ("SGD", {}, 3), (0.7,), ()])
 def test_an_outer_optimizer_of_another_kind_is_named_with_what_is_wanted(wrong):
     with pytest.raises(ConfigurationError, match="outer_optimizer= must be"):
         outer(nn.Linear(2, 2), wrong, server=NOWHERE)
+
+
+def agreed(optimizer):
+    return optimizer._agreed_settings()
+
+
+def test_classes_of_torch_name_the_servers_optimizer_and_scheduler_as_their_names_do():
+    given = []
+    for kind, schedule, part in (
+        ("AdamW", "SequentialLR", "StepLR"),
+        (torch.optim.AdamW, torch.optim.lr_scheduler.SequentialLR, torch.optim.lr_scheduler.StepLR),
+    ):
+        model = make_model(batch_norm=False)
+        parts = [(part, {"step_size": 2}), (part, {"step_size": 3})]
+        scheduler = (schedule, {"milestones": [2]}, parts)
+        options = {"scheduler": scheduler, "model": model, "server": "local", "settings": QUICK}
+        with psclient.ServerOptimizer(model, kind, {"lr": 0.1}, **options) as optimizer:
+            given.append(agreed(optimizer))
+    assert given[0] == given[1]
+
+
+WRONG = """
+import torch
+import psclient
+
+model = torch.nn.Linear(4, 2)
+with psclient.DGS(model, lr=0.1, server="host:50051", overlap=True, rounds=psclient.Rounds()) as optimizer:
+    optimizer.accumulating()
+psclient.DGS(model, lr=0.1, sever="host:50051")
+psclient.DGS(model, lr=0.1, server=50051)
+psclient.ASGD(model, lr=0.1, density=0.1)
+psclient.SSGD(model, lr=0.1, on_load="replce")
+psclient.ServerOptimizer(model, torch.optim.AdamW, {"lr": 0.1}, momentum=0.9)
+psclient.Outer(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=2, overlap=True)
+psclient.WAGMA(torch.optim.SGD(model.parameters(), lr=0.1), rounds=psclient.Rounds())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.executes_python
+def test_a_type_checker_finds_an_argument_that_a_method_does_not_have(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(WRONG)
+    environment = {**os.environ, "MYPYPATH": os.getcwd()}
+    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    errors = re.findall(r"train.py:(\d+): error: (.*)", done.stdout)
+    first = WRONG.splitlines().index('psclient.DGS(model, lr=0.1, sever="host:50051")') + 1
+    assert [int(line) for line, _ in errors] == [*range(first, first + 7)], done.stdout
+    for (_, text), name in zip(
+        errors, ["sever", "server", "density", "on_load", "momentum", "overlap", "rounds"], strict=True
+    ):
+        assert f'"{name}"' in text

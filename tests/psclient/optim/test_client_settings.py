@@ -21,8 +21,8 @@ def test_arguments_go_before_environment_before_yaml_before_defaults(monkeypatch
     assert settings.value_type == "fp32"
 
 
-def test_by_default_the_server_is_local():
-    assert load().server == "local"
+def test_by_default_no_server_is_named():
+    assert load().server == ""
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import torch
 pytest.importorskip("triton")
 
 from psclient.compress.choice import Choice
-from psclient.optim.dgc import DGC
-from psclient.optim.dgs import DGS
-from psclient.optim.gradient_dropping import GradientDropping
-from psclient.optim.ssgd import SSGD
+from psclient.optim.dgc import METHOD as DGC
+from psclient.optim.dgs import METHOD as DGS
+from psclient.optim.gradient_dropping import METHOD as DROPPING
+from psclient.optim.ssgd import METHOD as SSGD
 from pscore.selection import SELECTORS
 from pscore.selection.cuda.launches import DeviceKernels
 from tests.psclient.method_makers import OneTensor
@@ -25,7 +25,7 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("path", CHOICES)
-@pytest.mark.parametrize("method", [SSGD, DGC, DGS, GradientDropping], ids=lambda method: method.name)
+@pytest.mark.parametrize("method", [SSGD, DGC, DGS, DROPPING], ids=lambda method: method.name)
 def test_residual_and_momentum_follow_the_recurrence(method, path):
     """What is selected depends on the path; what becomes of it does not."""
     tensor = OneTensor(method, torch.zeros(SIZE, device=DEVICE), CHOICES[path])

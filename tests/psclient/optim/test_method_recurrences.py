@@ -167,8 +167,8 @@ def test_dgs_is_the_published_recurrence_without_its_division():
 def test_dgc_clips_the_whole_gradient_to_its_share(clip, workers):
     found = gradients(10, 3) + gradients(100, 1)
     optimizer = type("Unjoined", (), {"clip_norm": clip})()
-    scale = DGC.gradient_scale(optimizer, found, workers)
+    scale = DGC._gradient_scale(optimizer, found, workers)
     norm = torch.cat(found).norm().item()
     bound = None if clip is None else clip / max(1, workers) ** 0.5
     assert float(scale) == pytest.approx(1.0 if bound is None or norm <= bound else bound / norm, rel=1e-5)
-    assert DGC.gradient_scale(optimizer, [torch.zeros(3)], workers) == 1.0
+    assert DGC._gradient_scale(optimizer, [torch.zeros(3)], workers) == 1.0

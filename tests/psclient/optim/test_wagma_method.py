@@ -7,7 +7,7 @@ from torch import nn
 import psclient
 from psclient.compress.choice import Choice
 from psclient.errors import ConfigurationError
-from psclient.optim.wagma import WAGMA
+from psclient.optim.wagma import METHOD
 from pscore.selection import SELECTORS
 from tests.psclient.method_makers import OneTensor, gradients
 
@@ -19,7 +19,7 @@ def sgd():
 
 
 def test_a_sparse_change_is_the_largest_part_of_the_residual():
-    tensor = OneTensor(WAGMA, torch.zeros(SIZE), Choice(SELECTORS["exact"], "tensor", 0, compiled_from=0))
+    tensor = OneTensor(METHOD, torch.zeros(SIZE), Choice(SELECTORS["exact"], "tensor", 0, compiled_from=0))
     residual = torch.zeros(SIZE)
     for change in gradients(SIZE, 8):
         residual += change

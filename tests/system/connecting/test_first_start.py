@@ -14,7 +14,7 @@ LIMIT_SECONDS = 120
 TRAINING = """
 import torch, psclient
 model = torch.nn.Linear(128, 128)
-with psclient.DGS(model.parameters(), lr=0.1, density=0.1, model=model) as optimizer:
+with psclient.DGS(model.parameters(), lr=0.1, density=0.1, model=model, server="local") as optimizer:
     for _ in range(3):
         optimizer.zero_grad()
         model(torch.randn(4, 128)).square().mean().backward()

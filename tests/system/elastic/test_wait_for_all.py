@@ -99,7 +99,7 @@ def test_local_steps_are_pushed_before_the_wait():
         one.train(2)
         assert one.optimizer.version == 0
         one.optimizer.wait_for_all(LONG)
-        assert (one.optimizer.version, one.optimizer.local_steps) == (1, 0)
+        assert (one.optimizer.version, one.optimizer._local_steps) == (1, 0)
 
 
 def test_buffers_are_the_average_of_all_afterwards():

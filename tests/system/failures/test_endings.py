@@ -88,7 +88,7 @@ def test_a_worker_that_cannot_join_leaves_no_server_behind_and_the_programs_draw
     monkeypatch.setattr(local_server, "spawn", lambda *given: started.append(spawn(*given)) or started[-1])
     random.seed(7)
     draws = random.getstate()
-    settings = ClientSettings(connect_seconds=1, tls_ca=directory / "unused.pem")  # the embedded server has no TLS
+    settings = ClientSettings(server="local", connect_seconds=1, tls_ca=directory / "unused.pem")  # which has no TLS
     with pytest.raises(SparsepsError):
         dgs(make_model(), settings=settings)
     with pytest.raises(SparsepsError):

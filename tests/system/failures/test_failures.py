@@ -243,7 +243,7 @@ def test_the_server_finishes_what_it_has_and_ends_with_status_0_on_sigterm():
     train_step(model, optimizer, *make_data())
     server.processes[0].send_signal(signal.SIGTERM)
     assert server.processes[0].wait(40) == 0
-    optimizer.hurry(0.5)
+    optimizer._hurry(0.5)
     optimizer.close()
 
 
@@ -260,7 +260,7 @@ def test_a_state_saved_in_doubt_holds_the_payload():
         assert 9 <= sent <= 11
         assert torch.equal(optimizer.state_dict()["state"][0]["residual"], w.grad)
         assert (optimizer.state[w]["residual"] == 0).sum() == sent
-        optimizer.hurry(0.1)
+        optimizer._hurry(0.1)
         optimizer.close()
 
 

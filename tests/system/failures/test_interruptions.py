@@ -128,7 +128,7 @@ def test_a_local_step_that_ends_after_its_interrupt_is_not_taken_again_with_the_
             optimizer.step()
         inner.step = take
         optimizer.step()
-        assert moved(layer) == optimizer.local_steps == 1
+        assert moved(layer) == optimizer._local_steps == 1
 
 
 def test_an_optimizer_is_gone_without_a_collector_after_an_error_that_was_caught():

@@ -62,7 +62,7 @@ step()
 optimizer.pull()
 optimizer.state_dict()
 if method == "flushed":
-    optimizer.flush_on_exit()
+    optimizer._flush_on_exit()
 step()
 print("ended by itself", optimizer.finished, flush=True)
 if handler != "ignores" and method == "deleted":

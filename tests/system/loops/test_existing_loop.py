@@ -42,7 +42,7 @@ def test_before_learns(run):
 
 
 def test_after_learns_with_a_server_of_its_own(tmp_path):
-    output = run_example("loops/after.py", "--epochs", 1, "--checkpoint", tmp_path / "digits.pt")
+    output = run_example("loops/after.py", "--epochs", 1, "--server", "local", "--checkpoint", tmp_path / "digits.pt")
     assert accuracies(output)[-1] > ENOUGH
 
 

@@ -86,7 +86,7 @@ def test_a_sparse_method_has_this_budget_by_default(method):
 def test_a_form_that_is_chosen_by_hand_has_no_budget(given, settings):
     model = make_model()
     elements = sum(parameter.numel() for parameter in model.parameters())
-    settings = psclient.ClientSettings(dense_below=0, **settings)
+    settings = psclient.ClientSettings(server="local", dense_below=0, **settings)
     with psclient.DGS(model.parameters(), lr=0.01, model=model, settings=settings, **given) as optimizer:
         report = train(model, optimizer, 4)[-1]
         assert report.reply_mode == "exact"

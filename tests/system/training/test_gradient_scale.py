@@ -1,4 +1,4 @@
-"""A method that scales all gradients of a step (``gradient_scale``) is heeded, whichever method it is made from."""
+"""A method that scales all gradients of a step, as DGC does when it clips, is heeded, whichever it is made from."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ METHODS = {
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_heeds_the_scale_of_its_gradients(name, dtype):
     method, options = METHODS[name]
-    scaled = type("Scaled", (method,), {"gradient_scale": lambda self, gradients, live_workers: 0.25})
+    scaled = type("Scaled", (method,), {"_gradient_scale": lambda self, gradients, live_workers: 0.25})
     w = nn.Parameter(torch.zeros(50, dtype=dtype))
     with (
         psclient.LocalServer(down_mode="exact") as server,

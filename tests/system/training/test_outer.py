@@ -102,7 +102,7 @@ def test_what_is_not_sent_is_kept_and_a_flush_hands_in_everything():
         optimizer._steps.inner = _Watched(optimizer.inner_optimizer, mine, done)
         for step in range(10):
             train_step(mine, optimizer, *make_data(seed=step, count=32))
-        assert optimizer.local_steps == 1
+        assert optimizer._local_steps == 1
         assert any(bool(optimizer.state[p]["residual"].any()) for p in mine.parameters())
         optimizer.flush()
         optimizer.pull()
@@ -140,7 +140,7 @@ def test_a_pull_between_keeps_the_local_steps():
             train_step(one, first, *make_data(seed=step, count=32))
         before = values(one)
         first.pull()
-        assert first.local_steps == 2
+        assert first._local_steps == 2
         for now, was, change in zip(values(one), before, moved, strict=True):
             torch.testing.assert_close(now, was + change, rtol=1e-4, atol=1e-6)
 
@@ -163,7 +163,7 @@ def test_a_lost_server_is_waited_for_and_nothing_is_lost_or_pushed_twice(tmp_pat
                 train_step(there, optimizer, *batch)
             server.restart()
             once_more(optimizer)  # as the error says; no gradient has changed since
-            assert optimizer.local_steps == 0
+            assert optimizer._local_steps == 0
         assert optimizer.version == 2
         for mine, expected in zip(there.parameters(), here.parameters(), strict=True):
             torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
@@ -293,7 +293,7 @@ def test_elastic_epochs_hand_the_last_local_steps_in():
                 train_step(mine, optimizer, x[batch], y[batch])
                 for sample in batch.tolist():
                     seen[sample] += 1
-        assert optimizer.local_steps == 0
+        assert optimizer._local_steps == 0
     assert seen == [2] * 100
 
 
@@ -361,14 +361,14 @@ def test_handing_in_is_a_push_like_any_other_and_keeps_the_error():
             train_step(mine, optimizer, *make_data(seed=step, count=32))
         version, after_a_period = optimizer.version, optimizer.report.push_entries
         train_step(mine, optimizer, *make_data(seed=4, count=32))
-        optimizer.flush_on_exit()
-        assert optimizer.local_steps == 0
+        optimizer._flush_on_exit()
+        assert optimizer._local_steps == 0
         assert optimizer.version == version + 1
         assert optimizer.report.push_entries <= 1.3 * after_a_period
         assert all(bool(optimizer.state[p]["residual"].any()) for p in mine.parameters() if p.numel() > 10)
         for ours, servers in zip(values(mine), psclient.download(optimizer.server).values(), strict=True):
             assert torch.equal(ours, servers)
-        optimizer.flush_on_exit()  # nothing is left to hand in
+        optimizer._flush_on_exit()  # nothing is left to hand in
         assert optimizer.version == version + 1
 
 

@@ -56,7 +56,9 @@ def test_a_groups_options_reach_the_server_and_frozen_parameters_stay():
         for one in (here, there)
     ]
     local = torch.optim.AdamW(groups[0], lr=0.01, weight_decay=0.1)
-    with psclient.ServerOptimizer(groups[1], "AdamW", {"lr": 0.01, "weight_decay": 0.1}, model=there) as optimizer:
+    with psclient.ServerOptimizer(
+        groups[1], "AdamW", {"lr": 0.01, "weight_decay": 0.1}, model=there, server="local"
+    ) as optimizer:
         for step in range(5):
             batch = make_data(seed=step, count=32)
             train_step(here, local, *batch)
@@ -201,7 +203,9 @@ def test_a_scheduler_of_torchs_drives_the_servers_rate(own):
         return [{"params": list(one.parameters())} | ({} if own is None else {"lr": own})]
 
     local = torch.optim.SGD(groups(here), lr=0.1, momentum=0.9)
-    with psclient.ServerOptimizer(groups(there), "SGD", {"lr": 0.1, "momentum": 0.9}, model=there) as optimizer:
+    with psclient.ServerOptimizer(
+        groups(there), "SGD", {"lr": 0.1, "momentum": 0.9}, model=there, server="local"
+    ) as optimizer:
         pair = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 5) for each in (local, optimizer)]
         for step in range(6):
             batch = make_data(seed=step, count=32)
@@ -280,7 +284,7 @@ def test_options_of_other_libraries_stay_on_the_worker(caplog):
         ]
 
     local = torch.optim.SGD(groups(here), lr=0.1)
-    with psclient.ServerOptimizer(groups(there), "SGD", {"lr": 0.1}, model=there) as optimizer:
+    with psclient.ServerOptimizer(groups(there), "SGD", {"lr": 0.1}, model=there, server="local") as optimizer:
         assert optimizer.param_groups[0]["lr_scale"] == 0.5
         for step in range(3):
             batch = make_data(seed=step, count=32)
@@ -322,7 +326,9 @@ def test_a_schedule_counts_versions_or_samples(every):
 
 def test_parameters_may_be_named_and_none_can_be_added_that_the_server_would_leave_alone():
     mine = model()
-    with psclient.ServerOptimizer(mine[0].named_parameters(), "SGD", {"lr": 0.1}, model=mine) as optimizer:
+    with psclient.ServerOptimizer(
+        mine[0].named_parameters(), "SGD", {"lr": 0.1}, model=mine, server="local"
+    ) as optimizer:
         with pytest.raises(ConfigurationError, match="another one"):
             optimizer.add_param_group({"params": list(mine[2].named_parameters())})
         assert len(optimizer.param_groups) == 1
