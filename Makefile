@@ -24,7 +24,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart examples test container-test fuzz fuzz-service chaos soak lint format docs stubs references bench gpu scale compare evidence rivals wheel clean
+.PHONY: help venv quickstart examples test container-test fuzz fuzz-service chaos soak lint format smoke docs stubs references bench gpu scale compare evidence rivals wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -116,6 +116,9 @@ rivals: venv ## Time to the same loss against torch's DDP, PowerSGD and local SG
 
 fuzz-service: venv ## Call the whole service with nearly right messages; ARGS="--inputs N"
 	@$(VENV)/bin/python -m tests.hostile.service $(ARGS)
+
+smoke: venv ## Run the smallest form of every target, seconds each; ARGS="compare scale" runs some
+	@$(TEST_ENVIRONMENT) VENV=$(VENV) $(VENV)/bin/python -m tools.smoke $(ARGS)
 
 wheel: venv ## Build a wheel into dist/
 	@$(PIP) wheel --quiet --no-deps --wheel-dir dist .

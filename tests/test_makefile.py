@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tools import smoke
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -32,6 +34,38 @@ def test_the_program_behind_a_target_begins_and_knows_the_flags_that_it_is_given
     )
     assert answer.returncode == 0, answer.stderr
     assert not [flag for flag in flags if flag not in answer.stdout]
+
+
+def test_every_target_has_a_smallest_form_that_ci_runs_or_is_run_whole_by_ci(tmp_path):
+    assert sorted([*smoke.FORMS, *smoke.WHOLE]) == sorted(smoke.targets())
+    script = (ROOT / ".ci" / "run").read_text()
+    assert "tools.smoke" in script
+    names = {"lint": "make .* lint$", "docs": "make .* docs$", "examples": "make .* examples QUICK=1$"}
+    names |= {"test": "make .* test ", "container-test": "tools.container_test"}
+    assert [name for name, runs in names.items() if not re.search(runs, script, re.MULTILINE)] == []
+    assert names.keys() | {"smoke"} == smoke.WHOLE.keys()
+
+
+@pytest.mark.parametrize("target", smoke.FORMS)
+def test_the_smallest_form_of_a_target_gives_its_program_flags_that_it_knows(target, tmp_path):
+    given = [word for word in smoke.command(target) if word != "--no-print-directory"]
+    plan = planned(*given[1:2], tmp_path / "venv", *given[2:])
+    for command in [line for line in plan.splitlines() if re.search(r"python3? -m (?!pip|venv)", line)]:
+        module, *flags = re.findall(r"-m (\S+)", command) + re.findall(r" (--[a-z-]+)", command)
+        answer = subprocess.run(
+            [sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=100
+        )
+        assert [flag for flag in flags if flag not in answer.stdout] == []
+
+
+def test_a_form_that_fails_fails_and_one_that_cannot_run_here_is_skipped(monkeypatch):
+    def ended(script):
+        monkeypatch.setattr(smoke, "command", lambda target, variables: ["bash", "-c", script])
+        return smoke.run("help", [])
+
+    assert ended("echo well") == ("passed", "well\n")
+    assert ended("echo bad; exit 2")[0] == "FAILED"
+    assert ended("echo 'make: *** [Makefile:1: rivals] Error 77'; exit 2")[0] == "skipped"
 
 
 def test_the_quickstart_installs_what_it_needs_and_not_the_tools_of_developers(tmp_path):

@@ -14,7 +14,7 @@ from benchmarks.compare import figures, report, straggler
 from benchmarks.compare.campaign import Campaign
 from benchmarks.compare.ledger import Ledger
 from benchmarks.compare.methods import METHODS
-from benchmarks.compare.plan import FULL, QUICK, Plan
+from benchmarks.compare.plan import FULL, QUICK, SMOKE, Plan
 from benchmarks.compare.progress import Progress
 from benchmarks.compare.results import entries
 from benchmarks.compare.tasks import TASKS
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    plan = QUICK if options.quick else FULL
+    plan = SMOKE if options.smoke else QUICK if options.quick else FULL
     chosen = {
         name: tuple(value)
         for name in ("tasks", "methods", "workers", "seeds")
@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Compare the training methods. What was done is not done again.",
     )
     parser.add_argument("--quick", action="store_true", help="five minutes: 4 workers, 2 seeds, fewer samples")
+    parser.add_argument("--smoke", action="store_true", help="seconds: whether it runs, on one task")
     parser.add_argument(
         "--only", nargs="+", choices=_PARTS, default=list(_PARTS), metavar="PART", help=", ".join(_PARTS)
     )

@@ -24,6 +24,7 @@ class Plan:
         density: share of the entries that a sparse method sends, and of a top-k reply.
         momenta: search the momentum too.
         straggler_seconds: how long each method is timed with and without a slow worker.
+        variants: time there too what a bound, a quorum and rarer global rounds change.
     """
 
     quick: bool
@@ -38,6 +39,7 @@ class Plan:
     density: float = 0.01
     momenta: bool = True
     straggler_seconds: float = 6.0
+    variants: bool = True
 
     def workers_of(self, method: Method) -> tuple[int, ...]:
         """Return with how many workers a method is run."""
@@ -63,4 +65,17 @@ QUICK = Plan(
     search_samples=1536,
     momenta=False,
     straggler_seconds=2.0,
+)
+SMOKE = Plan(
+    quick=True,
+    tasks=("digits",),
+    methods=("asgd", "dgs"),
+    workers=(2,),
+    tuned_at=(2,),
+    seeds=(0,),
+    samples=512,
+    search_samples=256,
+    momenta=False,
+    straggler_seconds=0.5,
+    variants=False,
 )

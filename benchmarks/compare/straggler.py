@@ -76,7 +76,8 @@ class Effect:
 
 def measure(plan: Plan, ledger: Ledger, watcher: Watcher, failures: list[str]) -> list[Effect]:
     """Time every method that has a server."""
-    chosen = [METHODS[key] for key in plan.methods if METHODS[key].kind != "single"] + [*_ONLY_HERE.values()]
+    chosen = [METHODS[key] for key in plan.methods if METHODS[key].kind != "single"]
+    chosen += _ONLY_HERE.values() if plan.variants else ()
     expected = plan.straggler_seconds + _SETTLING_SECONDS + _EXPECTED_SECONDS
     watcher.plan(2 * expected * len(chosen))
     effects = []

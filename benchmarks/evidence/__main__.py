@@ -14,7 +14,7 @@ from benchmarks.compare.progress import Progress
 from benchmarks.compare.tasks import TASKS
 from benchmarks.evidence import curves, fetch, report
 from benchmarks.evidence.evidence import Evidence
-from benchmarks.evidence.stages import FORMS, QUICK, SAMPLES, WORKERS, Entrant, Stage, full
+from benchmarks.evidence.stages import FORMS, QUICK, SAMPLES, SMOKE, WORKERS, Entrant, Stage, full
 from benchmarks.harness import machine
 from benchmarks.report import guide
 from verify.cluster.servers import end_on_sigterm
@@ -72,10 +72,10 @@ def _stages(options: argparse.Namespace) -> list[Stage]:
             entrants=chosen(stage.entrants),
             seeds=tuple(options.seeds or stage.seeds),
             momenta=stage.momenta and not options.rates_only,
-            rate=options.rate,
+            rate=options.rate or stage.rate,
             samples=options.samples or stage.samples,
         )
-        for stage in (QUICK if options.quick else full())
+        for stage in (SMOKE if options.smoke else QUICK if options.quick else full())
         if stage.task in (options.tasks or SAMPLES)
         and stage.workers in (options.workers or (stage.workers,))
         and chosen(stage.entrants)
@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Does sparse both ways cost accuracy? What is in the journal is not run again.",
     )
     parser.add_argument("--quick", action="store_true", help="ten minutes: one small task, 4 workers, 2 seeds")
+    parser.add_argument("--smoke", action="store_true", help="seconds: whether it runs, simulated and real")
     parser.add_argument("--only", choices=("simulated", "real"), help="one kind of runs")
     parser.add_argument("--tasks", nargs="+", choices=SAMPLES, metavar="TASK", help=", ".join(SAMPLES))
     parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD", help=", ".join(METHODS))

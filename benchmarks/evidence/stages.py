@@ -105,6 +105,11 @@ QUICK = (
     Stage("text-tiny", 4, _FIRST[:3], 4096, simulated=False, momenta=False, seeds=(0, 1)),
 )
 
+SMOKE = tuple(
+    Stage("text-tiny", 2, (ASGD, *_entrants("rmsprop", "3 % of bytes")), 256, simulated, False, seeds=(0,), rate=0.125)
+    for simulated in (True, False)
+)
+
 
 def full() -> Iterator[Stage]:
     """Yield the main question's runs, from the short to the long; then all other methods and replies alike."""

@@ -37,16 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = machine.describe(given) | {"command": f"python -m benchmarks.rivals {shlex.join(given)}".strip()}
     planned = [
         cell
-        for cell in cells(options.quick)
+        for cell in cells(options.quick or options.smoke)
         if cell.workers in (options.workers or (cell.workers,))
         and f"{cell.mbits}/{cell.delay_ms}" in (options.lines or (f"{cell.mbits}/{cell.delay_ms}",))
         and cell.scenario in (options.scenarios or SCENARIOS)
     ]
-    samples = _QUICK_SAMPLES if options.quick else SAMPLES[TASK]
-    targets = options.targets or (_QUICK_TARGETS if options.quick else _TARGETS)
+    samples = _QUICK_SAMPLES if options.quick or options.smoke else SAMPLES[TASK]
+    targets = options.targets or (_QUICK_TARGETS if options.quick or options.smoke else _TARGETS)
     with Progress() as progress:
         ledger = Ledger(options.output / "journal.jsonl")
-        campaign = Campaign(ledger, progress, samples, None if options.report else train)
+        campaign = Campaign(ledger, progress, samples, None if options.report else train, options.smoke)
 
         def write() -> None:
             text = report.markdown(facts, campaign, planned, targets)
@@ -68,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rivals", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one cell with short runs, in minutes")
+    parser.add_argument("--smoke", action="store_true", help="seconds: whether it runs, with two contenders")
     parser.add_argument("--workers", nargs="+", type=int, choices=PACES, metavar="N", help="numbers of workers: 4, 8")
     lines = [f"{mbits}/{delay_ms}" for mbits, delay_ms in LINES]
     parser.add_argument("--lines", nargs="+", choices=lines, metavar="MBITS/MS", help=f"networks: {', '.join(lines)}")

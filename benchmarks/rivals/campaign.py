@@ -14,7 +14,18 @@ from benchmarks.compare.processes import ChildFailedError
 from benchmarks.compare.search import search
 from benchmarks.compare.tasks import TASKS
 from benchmarks.network.lab import Lab
-from benchmarks.rivals.cells import ABSENT_SECONDS, PACES, SLOWNESS, TASK, Cell, job_of, train
+from benchmarks.rivals.cells import (
+    ABSENT_SECONDS,
+    PACES,
+    SLOWNESS,
+    SMOKE_CONTENDERS,
+    SMOKE_OPTIMIZER,
+    SMOKE_RATE,
+    TASK,
+    Cell,
+    job_of,
+    train,
+)
 from benchmarks.rivals.contenders import CONTENDERS, DENSE_STEPS, INNERS, PERIOD, Contender
 from benchmarks.rivals.worker import Job, Told
 from psclient.errors import SparsepsError
@@ -53,19 +64,21 @@ class Campaign:
         failures: what went wrong, in words; a further call tries it again.
     """
 
-    def __init__(self, ledger: Ledger, watcher: Watcher, samples: int, do: Train | None = train) -> None:
+    def __init__(
+        self, ledger: Ledger, watcher: Watcher, samples: int, do: Train | None = train, smoke: bool = False
+    ) -> None:
         self.measured: dict[tuple[Cell, str], Measured] = {}
         self.finals: dict[tuple[int, str], float] = {}
         self.chosen: dict[tuple[int, str], tuple[str, float]] = {}
         self.unhindered: dict[int, float] = {}
         self.failures: list[str] = []
-        self.samples = samples
+        self.samples, self._smoke = samples, smoke
         self._ledger, self._watcher, self._do = ledger, watcher, do
 
     def run(self, cells: Sequence[Cell], after: Callable[[], None] = lambda: None) -> None:
         """Do everything, a cell at a time; ``after`` each one its results are there."""
         for cell in cells:
-            for contender in CONTENDERS.values():
+            for contender in (CONTENDERS[key] for key in (SMOKE_CONTENDERS if self._smoke else CONTENDERS)):
                 self._measure(cell, contender)
             after()
 
@@ -115,6 +128,8 @@ class Campaign:
 
     def _tune(self, contender: Contender, workers: int) -> tuple[str, float]:
         """Return the optimizer and the rate with the least validation loss; rate 0 where every run failed."""
+        if self._smoke:
+            return "" if contender.method else SMOKE_OPTIMIZER, SMOKE_RATE
         if contender.tuned_as:
             return self._tune(CONTENDERS[contender.tuned_as], workers)
         key = workers, contender.key

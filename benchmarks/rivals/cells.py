@@ -63,6 +63,10 @@ class Cell(NamedTuple):
             yield lab
 
 
+SMOKE_CONTENDERS, SMOKE_RATE, SMOKE_OPTIMIZER = ("rmsprop", "ddp"), 0.125, "SGD"
+"""What runs where nothing but whether it runs is asked."""
+
+
 def cells(quick: bool) -> list[Cell]:
     """Return the cells, those that matter most first; none with a delay at a rate that the switch does not carry."""
     if quick:

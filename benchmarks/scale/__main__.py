@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 
@@ -20,6 +21,7 @@ from benchmarks.scale.costs import from_plain
 from benchmarks.scale.sweeps import Sweeper
 
 _STAGES = 4
+_Form = TypeVar("_Form")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         with Progress(_STAGES) as progress:
             progress.section("costs")
             if options.costs is None:
-                extent = calibration.QUICK if options.quick else calibration.Extent()
+                extent = _form(options, calibration.SMOKE, calibration.QUICK, calibration.Extent())
                 costs, points = calibration.measure(extent, options.seed, progress.say)
             else:
                 read = json.loads(options.costs.read_text(encoding="utf-8"))
@@ -45,17 +47,17 @@ def main(arguments: list[str] | None = None) -> int:
             progress.section("check")
             if not options.no_check:
                 rows = check.run(
-                    check.QUICK if options.quick else check.CASES,
+                    _form(options, check.SMOKE, check.QUICK, check.CASES),
                     costs,
                     os.cpu_count() or 1,
-                    2.0 if options.quick else 3.0,
-                    options.rounds or (1 if options.quick else 3),
+                    _form(options, 0.5, 2.0, 3.0),
+                    options.rounds or _form(options, 1, 1, 3),
                     options.seed,
                     progress.say,
                 )
                 section, drawn = sections.check(rows)
                 found.append(section)
-            grid = sweeps.QUICK if options.quick else sweeps.Grid()
+            grid = _form(options, sweeps.SMOKE, sweeps.QUICK, sweeps.Grid())
             sweeper = Sweeper(costs, options.seed, progress.say)
             progress.section("sweeps")
             section, charts = sections.sweep(sweeper, grid)
@@ -80,9 +82,14 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _form(options: argparse.Namespace, smoke: _Form, quick: _Form, full: _Form) -> _Form:
+    return smoke if options.smoke else quick if options.quick else full
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer sizes, repetitions and points")
+    parser.add_argument("--smoke", action="store_true", help="seconds: whether it runs")
     parser.add_argument("--costs", type=Path, metavar="FILE", help="take the costs.json of an earlier run")
     parser.add_argument("--no-check", action="store_true", help="leave the real runs out")
     parser.add_argument("--rounds", type=int, default=0, help="of each real run; the medians count")

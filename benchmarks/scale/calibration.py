@@ -49,6 +49,7 @@ class Extent:
 
 
 QUICK = Extent((500_000, 2_000_000), (0.001, 0.01), 3, (200_000, 4_000_000), 0.01, 1, (1_000_000, 4_000_000), 3, 12)
+SMOKE = Extent((100_000, 400_000), (0.001, 0.01), 2, (50_000, 400_000), 0.01, 1, (100_000, 400_000), 2, 4)
 
 
 def measure(extent: Extent, seed: int, say: Callable[[str], None]) -> tuple[Costs, Points]:

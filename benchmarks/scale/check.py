@@ -48,6 +48,8 @@ CASES = (
 )
 QUICK = (Case("think 100 ms", 1_000_000, 0.005, 1, 0.1, "exact", (1, 4, 16)),)
 
+SMOKE = (Case("think 50 ms", 200_000, 0.005, 1, 0.05, "exact", (1, 2)),)
+
 
 @dataclass(frozen=True, slots=True)
 class Row:

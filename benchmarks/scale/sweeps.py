@@ -66,6 +66,10 @@ QUICK = Grid(
     each_shard=((32, 4, 0.0), (32, 4, 0.3)),
 )
 
+SMOKE = replace(
+    QUICK, workers=(1, 10), shards=(1, 4), saturating_workers=(1, 10), saturating_shards=(1, 4), each_shard=()
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Found:

@@ -83,7 +83,7 @@ class Flips:
         self._last = _last_pushes(entries)
         flips = draw(servers.folder(0), self._rng)
         if self._most:
-            flips = self._rng.sample(flips, self._most)
+            flips = self._rng.sample(flips, min(self._most, len(flips)))
         seen: dict[int, set[str]] = defaultdict(set)
         self.say(f"{len(flips)} bits flipped")
         with ThreadPoolExecutor(_AT_ONCE) as pool:
