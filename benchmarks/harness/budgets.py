@@ -22,7 +22,6 @@ BUDGETS = {
     "wire": Budget(6, 20),
     "server": Budget(8, 90),
     "client": Budget(12, 100),
-    "merging": Budget(14, 150),
     "memory": Budget(10, 100),
     "growth": Budget(5, 60),
     "load": Budget(10, 180),

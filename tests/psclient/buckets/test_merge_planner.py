@@ -1,13 +1,11 @@
 """When plans are made and replaced, and what can be seen of them."""
 
-import sys
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.mgs.picture import draw
 from psclient.buckets import bucketing
 from psclient.buckets.layer_density import LayerDensity
 from psclient.buckets.planner import BucketPlanner
@@ -116,20 +114,6 @@ def test_the_plan_is_a_table_of_predicted_and_measured_times():
     for group in plan.groups:
         assert group.predicted == pytest.approx(group.measured, rel=0.1, abs=2e-3)
         assert group.measured.ready <= group.measured.selected <= group.measured.arrived
-
-
-def test_a_plan_can_be_drawn(tmp_path):
-    planner = make_planner()
-    with pytest.raises(ConfigurationError, match="nothing to draw"):
-        draw(planner.plan, tmp_path / "plan.svg")
-    train(planner, 12)
-    assert draw(planner.plan, tmp_path / "plan.svg").read_text().count("last gradient") >= 2
-
-
-def test_without_matplotlib_it_says_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigurationError, match=r"sparseps\[quickstart\]"):
-        draw(make_planner().plan, tmp_path / "plan.svg")
 
 
 def test_adopted_groups_are_used_from_the_next_step_on_and_stay():

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.mgs.published import OneStreamCosts, PublishedCosts, sent_bytes
 from psclient.buckets import bucketing
 from psclient.buckets.costs import Costs, Workload, predict
 from tests.psclient.merge_makers import COSTS, make_workload
+from tests.psclient.published_costs import OneStreamCosts, PublishedCosts, sent_bytes
 
 seconds = st.sampled_from([0.0, 1e-4, 1e-3, 5e-3]) | st.floats(0, 0.02)
 tensors = st.tuples(st.sampled_from([0.0, 1e-3, 2e-3]) | st.floats(0, 0.02), st.integers(0, 5_000_000))
