@@ -27,7 +27,6 @@ from benchmarks.sections import (
     memory,
     selection,
     server,
-    speedup,
     wire,
 )
 from benchmarks.short_way import section as short_way
@@ -46,7 +45,6 @@ SECTIONS = {
         growth,
         load,
         peers,
-        speedup,
         accuracy,
         short_way,
     )

@@ -26,7 +26,6 @@ BUDGETS = {
     "growth": Budget(5, 60),
     "load": Budget(10, 180),
     "peers": Budget(13, 120),
-    "network": Budget(11, 335),
     "accuracy": Budget(1, 315),
     "short_way": Budget(110, 880),
 }

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["benchmarks.peers.peers", "benchmarks.network.real"])
+_CONTEXT.set_forkserver_preload(["benchmarks.peers.peers"])
 _END_SECONDS = 10.0
 
 

@@ -20,7 +20,7 @@ from benchmarks.scale.charts import Chart
 from benchmarks.scale.costs import from_plain
 from benchmarks.scale.sweeps import Sweeper
 
-_STAGES = 4
+_STAGES = 5
 _Form = TypeVar("_Form")
 
 
@@ -61,6 +61,10 @@ def main(arguments: list[str] | None = None) -> int:
             sweeper = Sweeper(costs, options.seed, progress.say)
             progress.section("sweeps")
             section, charts = sections.sweep(sweeper, grid)
+            found.append(section)
+            drawn = [*drawn, *charts]
+            progress.section("bandwidth")
+            section, charts = sections.bandwidth(sweeper, grid)
             found.append(section)
             drawn = [*drawn, *charts]
             progress.section("saturation")

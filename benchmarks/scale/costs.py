@@ -98,8 +98,8 @@ class Costs:
         return work.fixed + share * growing, (1 - share) * growing
 
     def sparse_bytes(self, entries: float, density: float) -> float:
-        """Return index and value bytes of a sparse message stream."""
-        return entries * (VALUE_BYTES + self.index_bits(density) / 8)
+        """Return index and value bytes of a message stream; a dense one has no indices."""
+        return entries * (VALUE_BYTES + (self.index_bits(density) / 8 if density < 1 else 0.0))
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)

@@ -13,9 +13,9 @@ from statistics import fmean
 
 import numpy as np
 
-from benchmarks.network.events import Event, Link, Process, Simulator
 from benchmarks.scale.client import THINK_SPREAD
 from benchmarks.scale.costs import Costs
+from benchmarks.scale.events import Event, Link, Process, Simulator
 from benchmarks.scale.fits import Line
 from benchmarks.scale.replies import Replies, Reply
 from pscore.wire.frames import DEFAULT_CHUNK_BYTES

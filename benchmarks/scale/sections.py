@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from benchmarks.harness.plots import Line
 from benchmarks.harness.section import Section, Table
 from benchmarks.scale import charts, sweeps, tables
 from benchmarks.scale.charts import Chart
 from benchmarks.scale.check import Row
 from benchmarks.scale.costs import Costs
 from benchmarks.scale.engine import Points
+from benchmarks.scale.published import PUBLISHED, PUBLISHED_WORKERS
 from benchmarks.scale.sweeps import Found, Grid, Sweeper, as_shipped, base, networks, with_workers
 
 _SHOWN = (1, 10, 100, 1000)  # workers that tables have rows for
@@ -131,6 +133,45 @@ def sweep(sweeper: Sweeper, grid: Grid) -> tuple[Section, list[Chart]]:
         "(`--inflight-bytes`); the row *default limits* has the default number of threads, and 1 GiB.",
         "GB a shard: parameters, ledger, an image for each worker that is answered top-k, calls in flight, the "
         "process.",
+    ]
+    return section, drawn
+
+
+def bandwidth(sweeper: Sweeper, grid: Grid) -> tuple[Section, list[Chart]]:
+    """Few workers of a model of images over slow and fast networks, against a worker that talks to nobody."""
+    section = Section("bandwidth", f"ResNet-18 with {min(grid.few_workers)} to {max(grid.few_workers)} workers")
+    drawn: list[Chart] = []
+    rows, points = [], []
+    for bits in grid.bandwidths:
+        name = f"{bits / 1e6:g} Mbit/s"
+        ways = {
+            "dense": sweeps.on_images(bits, 1.0, "exact"),
+            "1 %, exact": sweeps.on_images(bits, 0.01, "exact"),
+            "1 %, top-k": sweeps.on_images(bits, 0.01, "topk"),
+            "1 %, top-k, overlap": sweeps.on_images(bits, 0.01, "topk", overlap=True),
+        }
+        curves = []
+        for way, cluster in ways.items():
+            for free in (False, True):
+                along = sweeper.along(cluster, grid.few_workers, free=free)
+                speedups = [found.outcome.steps_per_second * sweeps.IMAGE_COMPUTE for found in along]
+                words = f"{way}, bytes alone" if free else way
+                curves.append(Line(words, list(zip(grid.few_workers, speedups, strict=True)), dashed=free))
+                rows.append((name, words, *(f"{speedup:.2f}" for speedup in speedups)))
+                points += [{"way": words, **found.plain()} for found in along]
+        for way, published in PUBLISHED.get(bits, {}).items():
+            curves.append(Line(f"{way}, published", list(zip(PUBLISHED_WORKERS, published, strict=True)), dashed=True))
+        axes = "workers", "times one worker alone"
+        drawn.append(Chart(f"bandwidth-{bits / 1e6:g}", f"Speedup at {name}", "Dashed: see there.", axes, curves))
+    heads = ("cards", "way", *(str(count) for count in grid.few_workers))
+    section.tables.append(Table("Speedup over one worker that talks to nobody", heads, rows))
+    section.plots += [chart.plot() for chart in drawn]
+    section.figures = {"points": points}
+    section.notes += [
+        f"{sweeps.IMAGE_ELEMENTS:,} parameters, {sweeps.IMAGE_COMPUTE:g} s of compute a step. Bytes alone: hosts that "
+        "cost nothing, so that only networks do.",
+        "Published: Yan et al., ICPP 2020. Read them as upper bounds: the code of that measurement answers with the "
+        "worker's own push, and its ASGD sends float64.",
     ]
     return section, drawn
 

@@ -11,6 +11,9 @@ ELEMENTS = 1_000_000_000
 COMPUTE = 4.0
 """Seconds of a step of the sweeps, selection apart."""
 
+IMAGE_ELEMENTS, IMAGE_COMPUTE = 11_689_512, 0.330
+"""ResNet-18 on ImageNet: parameters, and seconds of a forward and backward pass in the published setting."""
+
 CORES = 16
 """Of a server."""
 
@@ -41,6 +44,8 @@ class Grid:
         saturating_workers: where the first saturated resource is looked for.
         saturating_shards: that are tried against it.
         each_shard: (workers, shards, noise) of clusters that are simulated both ways.
+        bandwidths: bits a second of every card, beside which few workers train a model of images.
+        few_workers: their numbers.
     """
 
     workers: tuple[int, ...] = (1, 10, 30, 100, 300, 1000)
@@ -52,6 +57,8 @@ class Grid:
     saturating_workers: tuple[int, ...] = (1, 3, 10, 20, 30, 50, 100, 200, 300, 1000)
     saturating_shards: tuple[int, ...] = (1, 4, 16, 64)
     each_shard: tuple[tuple[int, int, float], ...] = ((32, 4, 0.0), (32, 4, 0.3), (100, 16, 0.3), (100, 64, 0.3))
+    bandwidths: tuple[float, ...] = (100e6, 1e9, 10e9)
+    few_workers: tuple[int, ...] = (1, 2, 4, 8, 16)
 
 
 QUICK = Grid(
@@ -156,6 +163,12 @@ def base(density: float = 0.001, shards: int = 16, **other: Any) -> Cluster:
     """Return the cluster that sweeps begin from: 25 Gbit/s servers and 10 Gbit/s workers."""
     values = {"server_rate": 25 * _GIGABIT, "worker_rate": 10_000 * _MEGABIT, "compute": COMPUTE, **other}
     return Cluster(ELEMENTS, density, 1, shards, server_cores=CORES, **values)
+
+
+def on_images(bits: float, density: float, down_mode: str, *, overlap: bool = False) -> Cluster:
+    """Return one worker and one server that train ResNet-18 on ImageNet, with cards of a rate."""
+    rate = {"server_rate": bits / 8, "worker_rate": bits / 8, "compute": IMAGE_COMPUTE}
+    return Cluster(IMAGE_ELEMENTS, density, 1, server_cores=CORES, down_mode=down_mode, overlap=overlap, **rate)
 
 
 def with_workers(cluster: Cluster, workers: int) -> Cluster:

@@ -3,16 +3,18 @@
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 import grpc
 import torch
 
-from benchmarks.network import workercosts
+import psclient
 from benchmarks.scale import updates
 from benchmarks.scale.costs import Costs
 from benchmarks.scale.engine import Points
 from benchmarks.scale.real import Seen, Stage
 from benchmarks.workload.replay_worker import CALL_SECONDS
+from benchmarks.workload.synthetic import Noise, SyntheticModel
 from pscore.model.layout import ModelLayout, TensorSpec
 from pscore.net.proxies import NO_PROXY
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -28,6 +30,13 @@ CROWD = 16
 _CROWD_ROUNDS = 3
 _RENEWALS = 400
 _TENSORS = 8
+_WARM_STEPS = 4  # until the thresholds have found their level
+_WORKER = (
+    ("worker_select", "", ("select",)),
+    ("worker_encode", "push_entries", ("encode", "send")),
+    ("worker_install", "pull_entries", ("apply",)),
+)
+"""A worker's costs: for each element, or for each entry of a push or reply, the phases of its report."""
 
 
 @dataclass
@@ -124,10 +133,23 @@ def worker(sizes: Sequence[int], density: float, steps: int, seed: int) -> Point
     try:
         for size in sizes:
             specs = (TensorSpec(f"layer{i}", (size // _TENSORS,), torch.float32) for i in range(_TENSORS))
-            costs = workercosts.sparse(ModelLayout(tuple(specs)), density, ("fp32",), steps, seed)["fp32"]
-            points.setdefault("worker_select", []).append((size, costs.select))
-            points.setdefault("worker_encode", []).append((costs.push_entries, costs.encode + costs.send))
-            points.setdefault("worker_install", []).append((costs.reply_entries, costs.install))
+            layout = ModelLayout(tuple(specs))
+            model, noise, reports = SyntheticModel(layout), Noise(layout, seed), []
+            with (
+                psclient.LocalServer(down_mode="exact", buffers="none") as server,
+                psclient.DGS(
+                    model.parameters(), lr=0.01, density=density, model=model, server=server, worker="costs"
+                ) as optimizer,
+            ):
+                for _ in range(_WARM_STEPS + steps):
+                    noise.fill(model)
+                    optimizer.step(samples=1)
+                    reports.append(optimizer.report)
+            for name, units, phases in _WORKER:
+                counted = reports[_WARM_STEPS:]
+                seconds = median(sum(report.seconds[phase] for phase in phases) for report in counted)
+                entries = median(getattr(report, units) for report in counted) if units else size
+                points.setdefault(name, []).append((entries, seconds))
     finally:
         torch.set_num_threads(threads)
     return points

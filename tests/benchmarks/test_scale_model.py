@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.network.events import Simulator
 from benchmarks.scale import calibration, check
 from benchmarks.scale.check import Case
 from benchmarks.scale.costs import Costs, from_plain
+from benchmarks.scale.events import Link, Simulator
 from benchmarks.scale.fits import Curve, Line
 from benchmarks.scale.model import Cluster, Pool, simulate
 from benchmarks.scale.replies import EXACT_LIMIT, Replies
@@ -211,3 +211,42 @@ def test_a_window_that_the_ledger_has_forgotten_is_answered_densely_and_moves_au
 
 def test_costs_survive_json():
     assert from_plain(json.loads(json.dumps(COSTS.plain()))) == COSTS
+
+
+@pytest.mark.parametrize("workers", [1, 2, 16])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_without_costs_the_speedup_is_linear(workers, overlap):
+    cluster = replace(SMALL, workers=workers, overlap=overlap, server_rate=float("inf"), worker_rate=float("inf"))
+    outcome = simulate(cluster, COSTS.free(), counted=200)
+    assert outcome.steps_per_second == pytest.approx(workers / COMPUTE, rel=0.05)
+
+
+def test_a_dense_push_has_no_indices_and_is_as_large_as_the_model():
+    cluster = replace(SMALL, density=1.0)
+    assert simulate(cluster, COSTS, counted=20).sent == pytest.approx(4 * 1_000_000 + 130, rel=1e-3)
+
+
+def test_overlap_hides_what_is_shorter_than_compute():
+    cluster = replace(SMALL, server_rate=1e5, worker_rate=1e5)  # half a second each way
+    plain, hidden = (
+        simulate(replace(cluster, overlap=overlap), COSTS.free(), counted=200) for overlap in (False, True)
+    )
+    assert plain.step_seconds == pytest.approx(COMPUTE + 1.0, rel=0.05)
+    assert hidden.step_seconds < plain.step_seconds - 0.5
+
+
+def test_transfers_share_a_link_equally():
+    simulator = Simulator()
+    link, ends = Link(simulator, 100.0), []
+    for size in (100.0, 300.0):
+        link.transfer(size).then(lambda: ends.append(simulator.now))
+    simulator.run(lambda: False)
+    assert ends == pytest.approx([2.0, 4.0])
+    assert link.carried == 400.0
+
+
+def test_a_transfer_gets_no_more_than_the_card_at_its_other_end():
+    simulator = Simulator()
+    Link(simulator, 100.0, most=10.0).transfer(100.0)
+    simulator.run(lambda: False)
+    assert simulator.now == pytest.approx(10.0)

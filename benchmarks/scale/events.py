@@ -1,8 +1,7 @@
-"""Discrete events in virtual time: processes that wait, links that several transfers share, cores that take turns."""
+"""Discrete events in virtual time: processes that wait, links that several transfers share."""
 
 import heapq
 import itertools
-from collections import deque
 from collections.abc import Callable, Generator
 from functools import partial
 
@@ -144,32 +143,3 @@ class Link:
         self._expect()
         for event in done:
             event.fire()
-
-
-class Cores:
-    """Identical cores and one queue, first come first served."""
-
-    def __init__(self, simulator: Simulator, count: int) -> None:
-        self._simulator, self._idle = simulator, count
-        self._queue: deque[tuple[float, Event]] = deque()
-
-    def work(self, seconds: float) -> Event:
-        """Take one core for a while when it is this work's turn; return the end."""
-        event = Event()
-        if seconds <= 0:
-            event.fire()
-            return event
-        self._queue.append((seconds, event))
-        self._next()
-        return event
-
-    def _next(self) -> None:
-        if self._idle and self._queue:
-            self._idle -= 1
-            seconds, event = self._queue.popleft()
-            self._simulator.call(seconds, partial(self._done, event))
-
-    def _done(self, event: Event) -> None:
-        self._idle += 1
-        self._next()
-        event.fire()
