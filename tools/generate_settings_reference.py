@@ -41,20 +41,20 @@ the environment, which wins over the file. The optimizer's own `server=` and `wo
 """
 
 
-def table(settings: type[BaseSettings], variable_prefix: str) -> str:
-    rows = ["| name | environment | default | meaning |", "|---|---|---|---|"]
+def table(settings: type[BaseSettings]) -> str:
+    rows = ["| name | default | meaning |", "|---|---|---|"]
     for name, field in settings.model_fields.items():
         default = "–" if field.default is None or field.default == "" else f"`{field.default}`"
         choices = getattr(field.annotation, "__args__", ())
         meaning = str(field.description)
         if all(isinstance(choice, str) for choice in choices) and choices:
             meaning += f" ({', '.join(f'`{choice}`' for choice in choices)})"
-        rows.append(f"| `{name}` | `{variable_prefix}{name.upper()}` | {default} | {meaning} |")
+        rows.append(f"| `{name}` | {default} | {meaning} |")
     return "\n".join(rows) + "\n"
 
 
 def reference() -> str:
-    return HEAD + SERVER + table(ServerSettings, "PSSERVICE_") + "\n" + CLIENT + table(ClientSettings, "PSCLIENT_")
+    return HEAD + SERVER + table(ServerSettings) + "\n" + CLIENT + table(ClientSettings)
 
 
 def main() -> int:
