@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from psclient.buckets.layer_density import LayerDensity
+from psclient.engine.mgs import LayerDensity
 from psclient.errors import ConfigurationError
 from psclient.node.optimizer import NodeOptimizer
 from psclient.optim.base import ParameterServerOptimizer

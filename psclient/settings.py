@@ -87,13 +87,10 @@ class ClientSettings(LayeredSettings):
         "of the model, only smaller ones; 0: none",
         ge=0,
     )
-    merge: Literal["pareto", "greedy", "buckets", "layers", "elements"] = setting(
-        "buckets",
-        "which neighbouring tensors travel together: the best plan from measured costs, that of the MGS-SGD paper, "
-        "groups by bytes, every tensor by itself, or groups by elements",
+    merge: Literal["buckets", "mgs"] = setting(
+        "buckets", "which neighbouring tensors travel together: groups by bytes, or those of the MGS-SGD paper"
     )
-    group_elements: int = setting(2_000_000, "elements of a group with merge=elements, and before a plan", ge=1)
-    bucket_bytes: int = setting(25 << 20, "bytes of gradients of a group with merge=buckets", ge=1)
+    bucket_bytes: int = setting(25 << 20, "bytes of gradients of a group; 1: every tensor by itself", ge=1)
     upload_frozen: bool = setting(
         False,
         "keep frozen parameters on the server, too, so that they may be thawed later; else it compares their SHA-256 "

@@ -9,16 +9,15 @@ import torch
 import psservice.app.server  # noqa: F401  (is here for its imports, as is the one below)
 from benchmarks.compare import worker  # noqa: F401
 from benchmarks.compare.tasks import TASKS
-from psclient.buckets.planner import BucketPlanner
 from psclient.compress.choice import Choice
 from psclient.compress.compressor import Compressor
+from psclient.compress.grouping import Grouping
 from psclient.compress.groups import ParamGroups
 from psclient.engine.checks import finite
 from psclient.model.module import describe
 from psclient.model.replica import Replica
 from psclient.optim.dgs import METHOD
 from psclient.report import StepReport
-from psclient.settings import resolve
 from pscore.selection import DEFAULT_SELECTOR, SELECTORS
 from pscore.warmup import warm_up
 
@@ -31,10 +30,9 @@ def _load() -> None:
     parameter = torch.nn.Parameter(torch.zeros(_SIZE))
     group = {"params": [parameter], "lr": 0.1, "momentum": 0.5, "weight_decay": 0.0, "density": 0.1}
     model, choice = describe(None, [group]), Choice(SELECTORS[DEFAULT_SELECTOR], "tensor", 0)
-    planner = BucketPlanner(model.layout, resolve(None, None, None, None))
     groups = ParamGroups([group])
     groups.read()
-    compressor = Compressor(METHOD, model, {parameter: {}}, groups, choice, planner)
+    compressor = Compressor(METHOD, model, {parameter: {}}, groups, choice, Grouping(model.layout, 1))
     gradients, replica = finite(model, {0: torch.linspace(-1, 1, _SIZE)}), Replica(model.layout, model.parameters)
     for _ in range(2):
         sent = compressor.compress(range(1), gradients, 1.0, StepReport(0)).slices

@@ -42,7 +42,6 @@ STEPS = (
         (
             *_PYTEST,
             "tests/system/training/test_cuda.py",
-            "tests/psclient/buckets/test_merge_costs.py",
             "tests/examples/test_dali.py",
         ),
     ),

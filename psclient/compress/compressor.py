@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from psclient.buckets.planner import BucketPlanner
 from psclient.compress import rows
 from psclient.compress.buffer import WholeBuffer
 from psclient.compress.choice import Choice
 from psclient.compress.device_table import DeviceTable
 from psclient.compress.gradients import Gradients, Scale
+from psclient.compress.grouping import Grouping
 from psclient.compress.groups import ParamGroups
 from psclient.compress.memories import Memories
 from psclient.compress.method import Method, State
@@ -62,11 +62,11 @@ class Compressor:
         states: MutableMapping[torch.Tensor, State],
         groups: ParamGroups,
         choice: Choice,
-        planner: BucketPlanner,
+        grouping: Grouping,
     ) -> None:
         self.memories = Memories(model.layout, model.parameters, states)
         self._method, self._model, self._choice = method, model, choice
-        self._groups, self._planner = groups, planner
+        self._groups, self._grouping = groups, grouping
         self._shares = np.zeros(len(model.parameters), np.float32)  # of the last update; at most one push is under way
         self._known: dict[tuple[int, int, int, bytes], Members] = {}
         self._kept = 0  # tensors of all sets that are known
@@ -99,7 +99,7 @@ class Compressor:
             self._shares[positions] = rules[number].recurrence.share
         densities = {
             position: density
-            for position, density in self._planner.densities.items()
+            for position, density in self._grouping.densities.items()
             if not self._groups.has_own_density(int(members.numbers[position]))
         }
         alike: dict[torch.device, list[Row]] = {}

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from psclient.buckets.trace import GradientClock
 from psclient.compress.groups import ParamGroups
 from psclient.engine.checks import finite
+from psclient.engine.mgs import GradientClock
 from psclient.engine.push_pull import PushPull, Replies
 from psclient.engine.streams import current_streams, devices_of, entered
 from psclient.errors import ConfigurationError, PatienceError
@@ -64,7 +64,9 @@ class Overlap:
         devices = {parameter.device for parameter in self._trained().values()}
         self._devices = devices_of(self._trained().values())
         self._streams = [torch.cuda.Stream(device) for device in self._devices]  # type: ignore[no-untyped-call]
-        self._clock = GradientClock(self._devices[0] if len(self._devices) == len(devices) == 1 else None)
+        self._clock = None  # which is needed to merge gradients
+        if push_pull.merged is not None:
+            self._clock = GradientClock(self._devices[0] if len(self._devices) == len(devices) == 1 else None)
         self._handles: dict[int, RemovableHandle] = {}
         self._commit_job: Job[StepReport | None] | None = None
         self._reset()
@@ -107,12 +109,11 @@ class Overlap:
         self._commit_job = self._commit_job or self._compressing.submit(lambda: self._launching(self._commit))
         _await(self._commit_job)  # the last of the push's jobs
         jobs, committed = list(self._jobs.values()), self._commit_job
-        moments = self._reset()
+        self._reset()
         for job in jobs:
             job.result()  # raises the job's error
         report = committed.result()
         assert report is not None
-        self._push_pull.note_gradients(moments)
         return report
 
     def launch(self, report: StepReport) -> None:
@@ -173,7 +174,8 @@ class Overlap:
             if not self._seen:
                 self._count_members()
             self._seen.add(position)
-            self._clock.note(position)
+            if self._clock is not None:
+                self._clock.note(position)
             if (device := self._model.parameters[position].device) in self._devices:
                 self._used.add(torch.cuda.current_stream(device))
             number = self._group_of[position]
@@ -200,14 +202,15 @@ class Overlap:
             "optimizer.zero_grad()"
         )
 
-    def _reset(self) -> dict[int, float]:
-        """Begin a step; return when the gradients of the last one were ready, by position."""
+    def _reset(self) -> None:
+        """Begin a step."""
         self._jobs: dict[int, Job[bool]] = {}
         self._commit_job = None
         self._seen: set[int] = set()
         self._used: set[torch.cuda.Stream] = set()  # by the hooks: those of the backward pass
         self._versions: list[tuple[torch.Tensor, int]] = []
-        return self._clock.take()
+        if self._clock is not None and self._push_pull.merged is not None:
+            self._push_pull.merged.note_gradients(self._clock.take())
 
     def _trained(self) -> dict[int, torch.Tensor]:
         return {

@@ -4,17 +4,17 @@
 """
 
 import time
-from collections.abc import Iterable, KeysView, Mapping, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 from dataclasses import replace
 
 import torch
 
-from psclient.buckets.planner import BucketPlanner
-from psclient.buckets.trace import Trace
 from psclient.compress.compressor import Compressor
 from psclient.compress.gradients import Gradients, Scale
+from psclient.compress.grouping import Grouping
 from psclient.compress.groups import Rates
 from psclient.compress.table import Sent
+from psclient.engine.mgs import MergedGradients
 from psclient.errors import from_refusal
 from psclient.report import StepReport
 from psclient.rpc.cluster import Cluster
@@ -35,22 +35,29 @@ class PushPull:
     """The pushes and pulls of one worker; a push is sent in groups of tensors, each cut by shards.
 
     ``step`` was begun last, ``acknowledged_step`` applied last by some shard; ``refused`` counts parts of pushes.
+    ``merged`` measures, and chooses the groups, if that was asked for.
     """
 
-    def __init__(self, layout: ModelLayout, cluster: Cluster, compressor: Compressor, planner: BucketPlanner) -> None:
+    def __init__(
+        self,
+        layout: ModelLayout,
+        cluster: Cluster,
+        compressor: Compressor,
+        grouping: Grouping,
+        merged: MergedGradients | None,
+    ) -> None:
         self.step = self.acknowledged_step = self.refused = 0
-        self.planner = planner
+        self.merged, self._grouping = merged, grouping
         self._layout, self._cluster, self._compressor = layout, cluster, compressor
         self._spans: list[Span] = []  # of the groups of the push that was opened last
         self._places: list[dict[int, int]] = []  # of these groups in each shard's plan
-        self._trace = Trace(self.groups, 0.0)
         self._committed_at = self._awaited_commit_at = 0.0
         self._opened_span = self._awaited_span = NO_SPAN  # two: with overlap a push may open before the last reply
 
     @property
     def groups(self) -> Sequence[range]:
         """The positions of each group's tensors, in the order of sending."""
-        return self.planner.groups
+        return self._grouping.groups
 
     @property
     def next_step(self) -> int:
@@ -60,17 +67,14 @@ class PushPull:
     def open(self, samples: int, rates: Rates) -> StepReport:
         """Begin the push of a new step at every shard; the last push must be answered."""
         self.step = self.next_step
-        self._trace = Trace(self.groups, time.perf_counter())
+        if self.merged is not None:
+            self.merged.opened()
         offsets = self._layout.offsets
         self._spans = [Span(offsets[group.start], offsets[group.stop]) for group in self.groups]
         self._opened_span = tracing.begin_step(step=self.step, worker=self._cluster.membership.identity.worker_id)
         with self._opened_span.active():
             self._places = self._cluster.open_push(self.step, samples, rates, self._spans)
         return StepReport(self.step)
-
-    def note_gradients(self, moments: Mapping[int, float]) -> None:
-        """Note when the gradients of the open push were ready, by position; not called where all were ready before."""
-        self._trace.ready = moments
 
     def selects_before_opening(self, positions: KeysView[int]) -> bool:
         """Return whether the first group's selection tells if gradients at these positions are sound."""
@@ -88,15 +92,11 @@ class PushPull:
 
         ``sent``: what :meth:`select` has selected of this group before the push was opened.
         """
-        if sent is not None:  # as if it had been after
-            self._trace.opening -= report.seconds["select"]
-            self._trace.begun = time.perf_counter() - report.seconds["select"]
-        self._trace.begun = self._trace.begun or time.perf_counter()
         with self._opened_span.active():
             sent = sent or self.select(report, gradients, scale, number)
             self._send(report, number, sent.slices)
-        self._trace.entries.update(sent.entries)
-        self._trace.done[number] = time.perf_counter()
+        if self.merged is not None:
+            self.merged.sent(number, sent.entries)
 
     def send_residuals(self, report: StepReport, number: int) -> None:
         """Send the residuals of a group whole, in fp32: a flush must leave nothing behind."""
@@ -169,16 +169,14 @@ class PushPull:
         self.restore(outcome.refused)
         report.refused = len(outcome.refused)
         self.refused += report.refused
-        self._trace.answered = time.perf_counter()
         if outcome.answers:
             self.acknowledged_step = self.step
             report.version = report.version or outcome.answers[0].version  # a flush has no reply that tells it
             report.staleness = max(answer.staleness for answer in outcome.answers)
             report.applied_scale = min(answer.applied_scale or 1.0 for answer in outcome.answers)
-        if len(outcome.answers) == len(self._places):
-            timings = [shard.timing for shard in self._cluster.shards]
-            self._trace.shards = tuple(zip(self._places, timings, strict=True))
-            self.planner.learn(self._trace)
+        if self.merged is not None and len(outcome.answers) == len(self._places):
+            pairs = zip(self._places, self._cluster.shards, strict=True)
+            self.merged.answered([(places, shard.group_bytes, shard.group_arrivals) for places, shard in pairs])
         if outcome.error is not None:
             raise from_refusal(outcome.error) from None
 

@@ -424,7 +424,8 @@ class Stepper:
         self._end(report)
 
     def _end(self, report: StepReport) -> None:
-        self._push_pull.planner.advance()
+        if self._push_pull.merged is not None:
+            self._push_pull.merged.advance()
         if report.step % self._membership.run_settings.buffer_period_steps == 0:
             with report.timed("buffers"):
                 report.buffer_bytes = self._cluster.exchange_buffers(report.step, self._samples_since_exchange)

@@ -12,13 +12,13 @@ from typing import Protocol, TypeVar
 import torch
 
 from psclient import settings as client_settings
-from psclient.buckets.layer_density import LayerDensity
-from psclient.buckets.planner import BucketPlanner
 from psclient.compress.choice import Choice
 from psclient.compress.compressor import Compressor
+from psclient.compress.grouping import Grouping
 from psclient.compress.groups import ParamGroups
 from psclient.compress.method import Method, State
 from psclient.engine import neighbours, sigterm
+from psclient.engine.mgs import LayerDensity, MergedGradients
 from psclient.engine.push_pull import PushPull
 from psclient.engine.step import CLOSING_SECONDS
 from psclient.engine.streams import current_streams, devices_of, entered
@@ -117,11 +117,13 @@ class Worker:
         replica = Replica(model.layout, model.parameters)
         self.membership = Membership(shards, self._name, replica, model.buffers, method.name, agreed, settings)
         self.cluster = Cluster(self.membership)
-        self.planner = BucketPlanner(model.layout, settings, layer_density)
+        grouping, merged = Grouping(model.layout, settings.bucket_bytes), None
+        if (merges := settings.merge == "mgs") or layer_density is not None:
+            merged = MergedGradients(model.layout, grouping, layer_density, merges=merges)
         dense_below = model.layout.whole_below(settings.dense_below)
         choice = Choice(SELECTORS[settings.selector], settings.select_over, dense_below)
-        self.compressor = Compressor(method, model, memories, groups, choice, self.planner)
-        self.push_pull = PushPull(model.layout, self.cluster, self.compressor, self.planner)
+        self.compressor = Compressor(method, model, memories, groups, choice, grouping)
+        self.push_pull = PushPull(model.layout, self.cluster, self.compressor, grouping, merged)
 
     def _end_predecessors(self) -> None:
         """End earlier optimizers whose place this one takes, once its servers are reached."""

@@ -15,14 +15,13 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from psclient import settings as client_settings
-from psclient.buckets.layer_density import LayerDensity
-from psclient.buckets.plan import BucketPlan
 from psclient.budget import DEFAULT_BUDGET, Budget, budget_of
 from psclient.compress.gradients import Scale
 from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.method import Method
 from psclient.engine.budget import BudgetSchedule
 from psclient.engine.checks import gather, refuse_averaged
+from psclient.engine.mgs import LayerDensity
 from psclient.engine.sample_counter import FirstBatches, SampleCounter
 from psclient.engine.state import (
     PushMark,
@@ -230,11 +229,6 @@ class ParameterServerOptimizer(Optimizer):
     def totals(self) -> Totals:
         """Sums over all steps."""
         return self._stepper.totals
-
-    @property
-    def plan(self) -> BucketPlan:
-        """Which tensors are pushed together, with predicted and measured times: print it."""
-        return self._worker.planner.plan
 
     @property
     def version(self) -> int:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 
-from psclient.buckets.trace import PushTiming
 from psclient.rpc.stall import OpenStream
 from pscore.model.sparse_slice import SparseSlice
 from pscore.telemetry.span import TraceSpan
@@ -25,33 +24,33 @@ class PushPart:
 
     ``stream`` has what is sent, until an attempt to read the answer has failed; later attempts send ``messages``, the
     same bytes. ``segments`` is the payload as it arrives, for restoring it. Fields are sent together until they have
-    the bytes that ``timing`` says, which is told when groups leave.
+    ``together_bytes``. ``group_bytes`` are those of each group's chunks, by place in the plan.
     """
 
     generation: int
     trace: TraceSpan
     stream: OpenStream | None
-    timing: PushTiming
+    together_bytes: int
+    group_bytes: list[int]
     messages: list[bytes] = field(default_factory=list)
     segments: list[SparseSlice] = field(default_factory=list)
     checksum: frames.Checksum = field(default_factory=frames.Checksum)
     nbytes: int = 0
     _pending: list[bytes | memoryview] = field(default_factory=list)
     _pending_bytes: int = 0
-    _pending_groups: set[int] = field(default_factory=set)
 
     def add(self, *parts: bytes | memoryview, group: int | None = None) -> int:
         """Add a serialised field of :class:`pb.PushSparseRequest`, in parts end to end; return its bytes.
 
         ``group`` is the one that a field is a chunk of.
         """
-        size, most = sum(map(len, parts)), self.timing.together_bytes
+        size, most = sum(map(len, parts)), self.together_bytes
         if self._pending and self._pending_bytes + size > most:
             self.flush()
         self._pending += parts
         self._pending_bytes += size
         if group is not None:
-            self._pending_groups.add(group)
+            self.group_bytes[group] += size
         if self._pending_bytes >= most or len(self._pending) >= _MOST_TOGETHER:
             self.flush()
         return size
@@ -65,5 +64,3 @@ class PushPart:
         self.nbytes += len(data) + frames.FRAMING_BYTES
         if self.stream is not None:
             self.stream.send(data)
-        self.timing.note_sent(self._pending_groups)
-        self._pending_groups.clear()

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-from psclient.buckets.trace import PushTiming
 from psclient.errors import ServerFaultError
 from psclient.model.replica import Replica
 from psclient.rpc.bandwidth import Bandwidth
@@ -79,7 +78,8 @@ class ShardClient:
         readable: the index codecs that the server reads.
         outgoing: the push or upload that is under way.
         sent_model: generation and version of an upload that is not answered.
-        timing: when the groups of the last push left and arrived, for measuring the link.
+        group_bytes: of each group of the last push that was answered, by place in its plan.
+        group_arrivals: when each was whole at the server, seconds after the header; empty after a repetition.
         pushes_all: whether the pushes have every entry, and no budget has chosen another form of replies.
     """
 
@@ -94,7 +94,8 @@ class ShardClient:
         self.unacked: PushPart | None = None
         self.readable: frozenset[int] = frozenset()
         self.downlink, self.uplink = Bandwidth(), Bandwidth()
-        self.timing = PushTiming(0)
+        self.group_bytes: list[int] = []
+        self.group_arrivals: list[float] = []
         self.outgoing: StreamCall | OpenStream = StreamCall(settings.deadline_seconds)
         self._pushes: OpenStream | None = None
         self._pulls: OpenStream | None = None
@@ -174,8 +175,8 @@ class ShardClient:
         header.plan.extend(pb.Group(start=group.start, length=group.length) for group in plan)
         trace = tracing.begin("push", shard=self.index)
         header.traceparent = trace.parent
-        self.timing = PushTiming(len(plan), bytes_together(self.uplink.bytes_per_second))
-        self.unacked = PushPart(header.generation, trace, self._push_stream(idle_seconds), self.timing)
+        together, stream = bytes_together(self.uplink.bytes_per_second), self._push_stream(idle_seconds)
+        self.unacked = PushPart(header.generation, trace, stream, together, [0] * len(plan))
         self.unacked.add(field_bytes(pb.PushSparseRequest.HEADER_FIELD_NUMBER, header))
 
     def _push_stream(self, idle_seconds: float) -> OpenStream:
@@ -201,7 +202,7 @@ class ShardClient:
         """Send one chunk of the open push, whose value bytes are ``values`` or its own."""
         part = self._open_part
         part.checksum.add(chunk, *values)
-        self.timing.group_bytes[chunk.group] += part.add(*chunk_field(chunk, *values), group=chunk.group)
+        part.add(*chunk_field(chunk, *values), group=chunk.group)
 
     def hold(self, segment: SparseSlice) -> None:
         """Keep a piece of the open push's payload, for restoring it."""
@@ -248,10 +249,10 @@ class ShardClient:
             return answer
         stream, response = answer
         arrivals = [nanoseconds / 1e9 for nanoseconds in response.group_arrival_nanoseconds]  # after the header
-        if stream is first and not response.repeated_push:
-            self.timing.arrived = arrivals
+        self.group_bytes = part.group_bytes
+        self.group_arrivals = arrivals if stream is first and not response.repeated_push else []
         before, with_header = 0.0, len(part.messages[0])  # bytes that were there with the header count for no time
-        for nbytes, arrival in zip(self.timing.group_bytes, arrivals, strict=False):
+        for nbytes, arrival in zip(part.group_bytes, arrivals, strict=False):
             early = min(nbytes, with_header)
             self.uplink.update(nbytes - early, arrival - before)  # not longer than since the group before was whole
             before, with_header = max(before, arrival), with_header - early

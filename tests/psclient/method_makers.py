@@ -35,9 +35,9 @@ class OneTensor:
         self.group = {"params": [self.parameter]}
         self.states = {self.parameter: {}}
         model = describe(None, [self.group])
-        planner = SimpleNamespace(densities={})
+        grouping = SimpleNamespace(densities={})
         self.groups = ParamGroups([self.group])
-        self.compressor = Compressor(method, model, self.states, self.groups, choice, planner)
+        self.compressor = Compressor(method, model, self.states, self.groups, choice, grouping)
 
     @property
     def state(self):

@@ -179,7 +179,7 @@ def on_devices_of_the_host(method, hyper, kernels):
     choice = model.compressor._choice
     object.__setattr__(choice, "on_device", kernels.get)
     model.compressor.__init__(
-        method, model.described, model.states, model.compressor._groups, choice, model.compressor._planner
+        method, model.described, model.states, model.compressor._groups, choice, model.compressor._grouping
     )
     return model
 

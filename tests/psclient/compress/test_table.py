@@ -51,10 +51,10 @@ class Model:
         self.described = describe(None, self.groups)
         self.states = defaultdict(dict)
         choice = Choice(SELECTORS["warm"], "tensor", dense_below, on_device=on_device, compiled_from=compiled_from)
-        planner = SimpleNamespace(densities={})
+        grouping = SimpleNamespace(densities={})
         self.of_groups = ParamGroups(self.groups)
         self.of_groups.read()
-        self.compressor = Compressor(method, self.described, self.states, self.of_groups, choice, planner)
+        self.compressor = Compressor(method, self.described, self.states, self.of_groups, choice, grouping)
 
     def compress(self, gradients, clip=1.0):
         """What the model sends, whole: offsets in the layout and values."""

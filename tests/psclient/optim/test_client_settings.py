@@ -30,7 +30,7 @@ def test_by_default_no_server_is_named():
     [
         ("value_type", "fp8"),
         ("dense_below", "-1"),
-        ("group_elements", "0"),
+        ("bucket_bytes", "0"),
         ("deadline_seconds", "0"),
         ("deadline_seconds", "1e10"),
         ("deadline_seconds", "inf"),

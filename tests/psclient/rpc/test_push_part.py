@@ -1,6 +1,5 @@
-"""Fields of a push that are sent together, and the moments at which groups leave."""
+"""Fields of a push that are sent together, and the bytes of its groups."""
 
-from psclient.buckets.trace import PushTiming
 from psclient.rpc.push_part import PushPart, bytes_together
 from pscore.telemetry import tracing
 
@@ -14,34 +13,30 @@ class Stream:
 
 
 def make(groups, together):
-    stream, timing = Stream(), PushTiming(groups, together)
-    return PushPart(1, tracing.begin("push"), stream, timing), stream, timing
+    stream = Stream()
+    return PushPart(1, tracing.begin("push"), stream, together, [0] * groups), stream
 
 
 def test_small_fields_share_a_message_and_leave_with_it():
-    part, stream, timing = make(4, 100)
+    part, stream = make(4, 100)
     part.add(b"h" * 10)
-    assert timing.opened == 0
+    assert stream.sent == []
     part.add(b"a" * 40, group=0)
     part.add(b"b" * 60, group=1)  # 110 would be too many
     assert stream.sent == [b"h" * 10 + b"a" * 40]
-    assert timing.opened > 0
-    assert timing.left[0] == 0
-    assert timing.left[1:] == [-1.0] * 3
     part.add(b"c" * 20, group=2)
     part.add(b"c" * 30, group=2)  # the rest of a group that is in two messages
     part.flush()
     assert [len(each) for each in stream.sent] == [50, 80, 30]
-    assert 0 < timing.left[1] <= timing.left[2]
-    assert timing.left[3] == -1.0
+    assert part.group_bytes == [40, 60, 50, 0]
 
 
 def test_a_large_field_leaves_at_once():
-    part, stream, timing = make(1, 100)
+    part, stream = make(1, 100)
     part.add(b"h" * 10)
     part.add(b"a" * 50, b"b" * 60, group=0)
     assert [len(each) for each in stream.sent] == [10, 110]
-    assert timing.left[0] > 0
+    assert part.group_bytes == [110]
 
 
 def test_more_is_sent_together_where_the_link_is_fast():

@@ -60,7 +60,7 @@ class Loop:
 
     def __init__(self, server, *, overlap=False, **loader):
         self.model = Model()
-        settings = QUICK.model_copy(update={"merge": "elements", "group_elements": 1})
+        settings = QUICK.model_copy(update={"bucket_bytes": 1})
         self.optimizer = psclient.ASGD(
             self.model.parameters(), lr=1e-6, model=self.model, server=server, overlap=overlap, settings=settings
         )

@@ -16,7 +16,7 @@ from psservice.operator.client import call
 from tests.system.tools import QUICK, go_on, make_data, make_model, stop, train_step, wait_until
 from tests.system.training.test_overlap import linear, overlapping
 
-IN_PARTS = QUICK.model_copy(update={"merge": "elements", "group_elements": 1})
+IN_PARTS = QUICK.model_copy(update={"bucket_bytes": 1})
 
 
 def status(server):

@@ -180,7 +180,7 @@ def test_a_backward_pass_longer_than_the_idle_time_costs_one_push_sent_twice(sta
     """With overlap a push stays open during backward; one that is cut is sent again by itself, and counts once."""
     server = start(stream_idle_seconds=IDLE)
     first, last = (torch.nn.Parameter(torch.zeros(50)) for _ in range(2))
-    settings = QUICK.model_copy(update={"merge": "elements", "group_elements": 1})
+    settings = QUICK.model_copy(update={"bucket_bytes": 1})
     with psclient.GradientDropping(
         [first, last], lr=1.0, density=0.1, server=server.address, overlap=True, settings=settings
     ) as optimizer:

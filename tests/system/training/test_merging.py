@@ -1,6 +1,7 @@
-"""Plans that change in the middle of training: nothing is lost, with overlap and without."""
+"""Groups that change in the middle of training: nothing is lost, with overlap and without."""
 
 import itertools
+import logging
 import random
 
 import pytest
@@ -13,7 +14,7 @@ from psclient.rpc.local_server import LocalServer
 from tests.system.tools import QUICK, make_data, make_model, train_step
 
 SIZES = (40, 7, 300, 1, 120, 60)
-SETTINGS = QUICK.model_copy(update={"merge": "elements", "group_elements": 100})
+SETTINGS = QUICK.model_copy(update={"bucket_bytes": 400})
 
 
 class Apart(nn.Module):
@@ -41,7 +42,7 @@ def every_grouping(count):
 
 
 @pytest.mark.parametrize(("overlap", "select_over"), [(False, "tensor"), (True, "tensor"), (True, "group")])
-def test_what_was_accumulated_is_applied_or_held_through_plans_that_change_at_every_step(overlap, select_over):
+def test_what_was_accumulated_is_applied_or_held_through_groups_that_change_at_every_step(overlap, select_over):
     shuffled = random.Random(0).sample(list(every_grouping(len(SIZES))), 20)
     generator, model = torch.Generator().manual_seed(0), Apart()
     settings = SETTINGS.model_copy(update={"select_over": select_over})
@@ -52,15 +53,14 @@ def test_what_was_accumulated_is_applied_or_held_through_plans_that_change_at_ev
             model.parameters(), lr=0.5, density=0.2, model=model, server=server, overlap=overlap, settings=settings
         ) as optimizer,
     ):
-        for number, groups in enumerate(shuffled):
-            optimizer._worker.planner.adopt(groups, "layers")
+        for groups in shuffled:
+            optimizer._push_pull._grouping.groups = groups
             inputs = make_inputs(generator)
             for total, x in zip(accumulated, inputs, strict=True):
                 total += 0.5 * x
             optimizer.zero_grad()
             model(inputs).backward()
             optimizer.step()
-            assert optimizer._push_pull.groups == groups, number  # from the next step on
         optimizer.pull()
         held = [optimizer.state[layer.weight]["residual"].view(1, -1) for layer in model.layers]
         assert sum(float(residual.abs().sum()) for residual in held) > 0
@@ -72,9 +72,10 @@ def test_what_was_accumulated_is_applied_or_held_through_plans_that_change_at_ev
             assert torch.equal(total, -layer.weight.detach())
 
 
-def test_a_worker_with_overlap_plans_from_what_it_has_measured():
+def test_a_worker_with_overlap_merges_by_what_it_has_measured(caplog):
+    caplog.set_level(logging.INFO, "psclient")
     model = make_model()
-    settings = QUICK.model_copy(update={"group_elements": 1, "merge": "pareto"})
+    settings = QUICK.model_copy(update={"merge": "mgs"})
     with (
         LocalServer() as server,
         psclient.DGS(
@@ -84,17 +85,9 @@ def test_a_worker_with_overlap_plans_from_what_it_has_measured():
         losses = [train_step(model, optimizer, *make_data()) for _ in range(40)]
         assert losses[-1] < losses[0]
         optimizer.pull()
-        plan = optimizer.plan
-    assert plan.planned >= 1
-    assert plan.rule == "pareto"
-    assert plan.steps > 0
-    assert plan.predicted_exposed > 0
-    assert plan.measured_exposed > 0
-    assert sorted(name for group in plan.groups for name in group.names) == sorted(
-        n for n, _ in model.named_parameters()
-    )
-    last = max(group.measured.ready for group in plan.groups)
-    assert 0 < last < max(group.measured.arrived for group in plan.groups)
+    assert sum("tensors travel in" in each.getMessage() for each in caplog.records) == 1
+    groups = optimizer._push_pull.groups
+    assert sorted(position for group in groups for position in group) == list(range(len(list(model.parameters()))))
 
 
 def test_layers_get_densities_of_their_own_and_lose_nothing():
@@ -115,7 +108,7 @@ def test_layers_get_densities_of_their_own_and_lose_nothing():
             model(inputs).backward()
             optimizer.step()
         optimizer.pull()
-        densities = optimizer._worker.planner.densities
+        densities = optimizer._push_pull._grouping.densities
         assert sorted(densities) == list(range(len(SIZES)))
         assert all(0.01 <= density <= 0.5 for density in densities.values())
         for total, layer in zip(accumulated, model.layers, strict=True):

@@ -196,7 +196,7 @@ def test_a_non_finite_gradient_names_its_parameter_and_changes_nothing(server, m
     if on_device:
         select_by_launches(monkeypatch)
     model = make_model(batch_norm=False)
-    options = {"momentum": 0.5, "settings": QUICK.model_copy(update={"group_elements": 100, "merge": "elements"})}
+    options = {"momentum": 0.5, "settings": QUICK.model_copy(update={"bucket_bytes": 400})}
     options |= {"clip_norm": 1.0} if method is psclient.DGC else {}
     optimizer = method(model.parameters(), lr=0.1, model=model, server=server, **options)
     train_step(model, optimizer, *make_data())

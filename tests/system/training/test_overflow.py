@@ -31,7 +31,7 @@ def test_an_update_beyond_fp32_is_cleared_and_the_rest_of_the_step_is_kept(name,
             [huge, fine],
             lr=RATE,
             server=server,
-            settings=QUICK.model_copy(update={"merge": "elements", "group_elements": 1}),
+            settings=QUICK.model_copy(update={"bucket_bytes": 1}),
             **options,
         ) as optimizer,
     ):

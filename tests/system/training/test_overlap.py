@@ -26,7 +26,7 @@ from tests.system.tools import (
     wait_until,
 )
 
-EAGER = QUICK.model_copy(update={"merge": "elements", "group_elements": 1})
+EAGER = QUICK.model_copy(update={"bucket_bytes": 1})
 """Every tensor is a group of its own."""
 
 
@@ -177,7 +177,7 @@ HASTY = {"patience_seconds": 8}  # of an exchange that was under way already whe
 
 
 def test_a_server_that_stops_for_a_while_loses_and_doubles_nothing():
-    settings = QUICK.model_copy(update={"merge": "elements", "group_elements": 1} | HASTY)
+    settings = QUICK.model_copy(update={"bucket_bytes": 1} | HASTY)
     layer, total, failures = linear(1000), torch.zeros(1, 1000), 0
     with (
         LocalServer(down_mode="exact", lease_seconds=60) as server,
@@ -269,9 +269,7 @@ def test_a_gradient_that_is_changed_after_backward_is_refused(server):
 def test_a_parameter_that_is_thawed_later_trains(server):
     model = nn.Sequential(linear(), nn.Linear(1, 1, bias=False))
     model[1].weight.requires_grad_(False)
-    settings = EAGER.model_copy(
-        update={"merge": "elements", "group_elements": 1000, "upload_frozen": True}
-    )  # both in one group
+    settings = EAGER.model_copy(update={"bucket_bytes": 4000, "upload_frozen": True})  # both in one group
     with overlapping(model, server, psclient.ASGD, lr=1.0, settings=settings) as optimizer:
         before = model[1].weight.detach().clone()
         for thawed in (False, True, True):
@@ -284,7 +282,7 @@ def test_a_parameter_that_is_thawed_later_trains(server):
 
 
 def test_what_could_not_be_sent_is_sent_by_the_step_after_a_pull_that_failed():
-    settings = QUICK.model_copy(update={"merge": "elements", "group_elements": 1} | HASTY)
+    settings = QUICK.model_copy(update={"bucket_bytes": 1} | HASTY)
     layer, total = linear(100), torch.zeros(1, 100)
     with (
         LocalServer(down_mode="exact", lease_seconds=60) as server,

@@ -36,7 +36,7 @@ def train(mine, server, worker, steps, make):
     return mine
 
 
-EAGER = QUICK.model_copy(update={"merge": "elements", "group_elements": 1})
+EAGER = QUICK.model_copy(update={"bucket_bytes": 1})
 """Every tensor is a group of its own, so that with overlap most of a push is sent during backward."""
 
 overlapping_too = pytest.mark.parametrize("overlap", [False, True], ids=["in-line", "overlap"])

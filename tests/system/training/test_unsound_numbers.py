@@ -35,7 +35,7 @@ def server():
 def make(name, server, size, **options):
     method, own = METHODS[name]
     parameters = [nn.Parameter(torch.ones(size)), nn.Parameter(torch.ones(30))]
-    settings = QUICK.model_copy(update={"merge": "elements", "group_elements": 1})
+    settings = QUICK.model_copy(update={"bucket_bytes": 1})
     return parameters, method(parameters, lr=0.1, server=server, settings=settings, **own, **options)
 
 
