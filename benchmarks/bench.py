@@ -13,23 +13,20 @@ from types import FrameType
 import torch
 from rich.console import Console
 
-from benchmarks import ldte, report
+from benchmarks import ldte, pairs, report
 from benchmarks.harness import budgets, machine
 from benchmarks.harness.progress import Progress
 from benchmarks.harness.section import Plan, Section
 from benchmarks.peers import peers
 from benchmarks.sections import (
     accuracy,
-    client,
     codecs,
-    growth,
     load,
     memory,
     selection,
     server,
     wire,
 )
-from benchmarks.short_way import section as short_way
 from benchmarks.workload.layouts import resnet18, resnet50
 
 SECTIONS = {
@@ -40,16 +37,14 @@ SECTIONS = {
         codecs,
         wire,
         server,
-        client,
         memory,
-        growth,
         load,
         peers,
         accuracy,
-        short_way,
+        pairs,
     )
 }
-DEFAULT = [key for key in SECTIONS if key != short_way.KEY]
+DEFAULT = [key for key in SECTIONS if key != pairs.KEY]
 """The sections that run where none is named."""
 
 _NARROWEST = 120
@@ -62,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _end)  # as Ctrl-C does: what was started is stopped, what was set up is taken down
     torch.set_num_threads(options.threads)
     facts = machine.describe(given)
-    chosen = [SECTIONS[key] for key in SECTIONS if key in options.only]
+    only = options.only or ([pairs.KEY] if options.base else DEFAULT)
+    chosen = [SECTIONS[key] for key in SECTIONS if key in only]
     found: list[Section] = []
     with Progress(len(chosen)) as progress:
         plan = Plan(
@@ -75,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             seed=options.seed,
             say=progress.say,
             base=options.base,
+            times=options.times or (2 if options.quick else 10),
         )
         for module in chosen:
             progress.section(module.TITLE)
@@ -101,14 +98,13 @@ def _end(number: int, frame: FrameType | None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench", description="Measure sparseps on this machine.")
     parser.add_argument("--quick", action="store_true", help="a smaller model and fewer repetitions")
-    parser.add_argument(
-        "--only", nargs="+", choices=SECTIONS, default=DEFAULT, metavar="SECTION", help=", ".join(SECTIONS)
-    )
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help=", ".join(SECTIONS))
     parser.add_argument("--density", type=float, default=0.01, help="share of a tensor's entries in a push")
     parser.add_argument("--rounds", type=int, default=0, help="repetitions of what is fast")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="torch threads of this process")
     parser.add_argument("--seed", type=int, default=0, help="of the random pushes and gradients")
-    parser.add_argument("--base", type=Path, help="root of an older checkout that short_way compares with")
+    parser.add_argument("--base", type=Path, help="root of another checkout to compare this one with, alone")
+    parser.add_argument("--times", type=int, default=0, help="how often both are measured, in turn")
     parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="where the report goes")
     return parser
 

@@ -5,8 +5,13 @@ between two synchronisations: what a user waits for.
 """
 
 import argparse
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -14,10 +19,10 @@ import torch
 
 from benchmarks.harness.section import Section
 from benchmarks.sections import cuda_selection
-from benchmarks.short_way.probes import steps
 from benchmarks.workload.layouts import noise_push, one_tensor
 from benchmarks.workload.shard_server import InProcessShard
 
+_ROOT = Path(__file__).parents[2]
 _ROUNDS, _WARMUP = 20, 5
 _DENSITY = 0.01
 _TOPK_AFTER = 4  # pushes
@@ -31,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--elements", type=int, default=25_600_000, help="of the server's model")
-    parser.add_argument("--layout", default="resnet50", choices=steps.LAYOUTS, help="of the model that steps")
+    parser.add_argument("--layout", default="resnet50", choices=("resnet50", "resnet18", "small"), help="that steps")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     rows: list[Row] = []
@@ -66,7 +71,12 @@ def _selection(size: int) -> list[Row]:
 
 def _step(layout: str, device: str) -> list[Row]:
     """Return the rows of ``step()`` of a worker that is alone with a server on the host."""
-    figures = steps.measure(layout, _ROUNDS, _WARMUP, device=device)
+    arguments = {"layout": layout, "steps": _ROUNDS, "warmup": _WARMUP, "device": device}
+    command = [sys.executable, str(_ROOT / "benchmarks" / "probes" / "steps.py"), json.dumps(arguments)]
+    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path}
+    answer = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    figures: dict[str, float] = json.loads(answer.stdout.splitlines()[-1])
     rows = [(f"step(), {layout}, {device}: wall", f"{figures['wall_ms']:.2f} ms", "")]
     phases = {name.removesuffix("_ms"): value for name, value in figures.items() if name.startswith("of ")}
     return rows + [(name, f"{value:.2f} ms", "") for name, value in phases.items()]

@@ -21,13 +21,11 @@ BUDGETS = {
     "bytes": Budget(9, 60),
     "wire": Budget(6, 20),
     "server": Budget(8, 90),
-    "client": Budget(12, 100),
     "memory": Budget(10, 100),
-    "growth": Budget(5, 60),
     "load": Budget(10, 180),
     "peers": Budget(13, 120),
     "accuracy": Budget(1, 315),
-    "short_way": Budget(110, 880),
+    "base": Budget(240, 3600),
 }
 """By the key of the section. A section repeats, and goes on to further points, only while its time lasts."""
 

@@ -74,12 +74,6 @@ class Generators:
         reply_bytes = statistics.fmean(report["reply_bytes"] for report in reports)
         return Window(after[0] - before[0], pushes, after[1] - before[1], after[2] - before[2], reply_bytes)
 
-    def finish(self) -> None:
-        """Let them work to their limit; returns when all have, and are still connected."""
-        self._tell()
-        for process in self._processes:
-            self._line(process)
-
     def __enter__(self) -> "Generators":
         return self
 

@@ -1,8 +1,7 @@
 """``python -m benchmarks.harness.load_generator``: workers that replay encoded pushes as fast as the server takes them.
 
-It joins, prints ``ready``, begins at a line on stdin and goes on until the next one, or until the given number of
-exchanges is done. Then it prints as JSON when each exchange began and ended and the mean size of a reply, and leaves at
-the end of stdin.
+It joins, prints ``ready``, begins at a line on stdin and goes on until the next one. Then it prints as JSON when each
+exchange began and ended and the mean size of a reply, and leaves at the end of stdin.
 """
 
 import argparse
@@ -12,9 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
-from benchmarks.workload.echo import EchoWorker
 from benchmarks.workload.replay_worker import ReplayWorker
 
 _LENGTH_BYTES = 4
@@ -36,43 +33,25 @@ def read_frames(path: Path) -> list[bytes]:
     return frames
 
 
-class Worker(Protocol):
-    received: int
-    """Bytes of all replies."""
-
-    async def join(self) -> None:
-        """Become a worker of the run."""
-
-    async def push(self) -> None:
-        """Push; returns when the server has applied it."""
-
-    async def exchange(self) -> None:
-        """Push, and fetch what has changed."""
-
-    async def leave(self) -> None:
-        """End the lease and the connection."""
-
-
-async def _exchange(worker: Worker, pulls: bool, limit: int, stop: asyncio.Event) -> list[tuple[float, float]]:
-    """Push, and pull, until told to stop or until the limit; what is under way is finished."""
+async def _exchange(worker: ReplayWorker, pulls: bool, stop: asyncio.Event) -> list[tuple[float, float]]:
+    """Push, and pull, until told to stop; what is under way is finished."""
     times: list[tuple[float, float]] = []
-    while not stop.is_set() and not (limit and len(times) == limit):
+    while not stop.is_set():
         started = time.monotonic()
         await (worker.exchange() if pulls else worker.push())
         times.append((started, time.monotonic()))
     return times
 
 
-async def _work(workers: Sequence[Worker], pulls: bool, limit: int) -> None:
+async def _work(workers: Sequence[ReplayWorker], pulls: bool) -> None:
     for worker in workers:
         await worker.join()
     print("ready", flush=True)
     await _line()
     stop = asyncio.Event()
-    running = [asyncio.create_task(_exchange(worker, pulls, limit, stop)) for worker in workers]
-    if not limit:
-        await _line()
-        stop.set()
+    running = [asyncio.create_task(_exchange(worker, pulls, stop)) for worker in workers]
+    await _line()
+    stop.set()
     times = await asyncio.gather(*running)
     received = sum(worker.received for worker in workers) / max(1, sum(map(len, times)))
     print(json.dumps({"times": times, "reply_bytes": received}), flush=True)
@@ -91,15 +70,12 @@ def main() -> int:
     parser.add_argument("frames", type=Path, nargs="+", help="files of write_frames; workers take them in turn")
     parser.add_argument("--names", nargs="+", required=True)
     parser.add_argument("--pulls", action="store_true", help="pull after each push")
-    parser.add_argument("--limit", type=int, default=0, help="exchanges of each worker; 0 for no limit")
-    parser.add_argument("--echo", action="store_true", help="the address is that of an echo server")
     options = parser.parse_args()
     frames = [read_frames(path) for path in options.frames]
-    kind: type[EchoWorker | ReplayWorker] = EchoWorker if options.echo else ReplayWorker
 
     async def run() -> None:
-        workers = [kind(options.address, name, frames[i % len(frames)]) for i, name in enumerate(options.names)]
-        await _work(workers, options.pulls, options.limit)
+        workers = [ReplayWorker(options.address, name, frames[i % len(frames)]) for i, name in enumerate(options.names)]
+        await _work(workers, options.pulls)
 
     asyncio.run(run())
     return 0

@@ -24,7 +24,8 @@ class Plan:
         seed: of every random number.
         say: shows what is going on.
         deadline: when the section's time is over, on the clock of ``time.monotonic``.
-        base: root of an older checkout to compare with.
+        base: root of another checkout to compare with.
+        times: how often both are measured.
     """
 
     quick: bool
@@ -37,6 +38,7 @@ class Plan:
     say: Callable[[str], None]
     deadline: float = math.inf
     base: Path | None = None
+    times: int = 10
 
     @property
     def dense_bytes(self) -> int:

@@ -13,7 +13,7 @@ from benchmarks.harness import plots
 from benchmarks.harness.children import Child, ChildFailedError
 from benchmarks.harness.section import Plan, Section, Table
 from benchmarks.harness.timing import Stat
-from benchmarks.peers import gloo, ours, rpc
+from benchmarks.peers import gloo, ours
 from benchmarks.peers.task import LEARNING_RATE, WORKERS, Job, model_of
 from benchmarks.workload import socket_bytes
 from benchmarks.workload.socket_bytes import Traffic
@@ -63,7 +63,6 @@ def run(plan: Plan) -> Section:
 def _peers(job: Job, density: float) -> dict[str, Callable[[], AbstractContextManager[Parties]]]:
     return {
         _GLOO: lambda: through_torch(gloo.server, gloo.worker, job),
-        "torch.distributed.rpc": lambda: through_torch(rpc.server, rpc.worker, job),
         "sparseps, ASGD (dense)": lambda: through_us("asgd", job, density),
         f"sparseps, DGS {density:.0%}": lambda: through_us("dgs", job, density),
     }
@@ -166,8 +165,6 @@ def _section(job: Job, found: dict[str, list[Result]], failures: dict[str, str])
         "included."
         if socket_bytes.available()
         else "Bytes were not measured: ss (iproute2) is missing.",
-        "torch.distributed.rpc is held to TCP, which is what it uses between machines; on one machine it would go "
-        "through shared memory.",
     ]
     return section
 

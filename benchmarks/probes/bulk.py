@@ -3,9 +3,9 @@
 import time
 from pathlib import Path
 
+import common  # beside this file
 import torch
 
-from benchmarks.short_way.probes import common
 from psclient import ASGD, LocalServer, download
 
 _TENSOR = 1 << 24

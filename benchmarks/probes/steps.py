@@ -2,11 +2,11 @@
 
 import time
 
+import common  # beside this file
 import psutil
 import torch
 
 import psclient
-from benchmarks.short_way.probes import common
 from benchmarks.workload.layouts import resnet18, resnet50, resnet_small
 from benchmarks.workload.synthetic import Noise, SyntheticModel
 from psclient.settings import ClientSettings
@@ -75,6 +75,7 @@ def _step(optimizer: torch.optim.Optimizer, server: psutil.Process, copy: common
         "wall_ms": 1e3 * wall,
         "thread_cpu_ms": 1e3 * busiest,
         "wall_copies": wall / copied,
+        "cpu_ms": 1e3 * (process + _cpu(server) - before),
         "cpu_copies": (process + _cpu(server) - before) / copied_cpu,
         "select_encode_copies": (phases["select"] + phases["encode"]) / copied,
         "copy_ms": 1e3 * copied,

@@ -1,8 +1,9 @@
 """Two workers and their server: our optimizers over gloo's isend and irecv, in steps a second and in CPU time."""
 
+import common  # beside this file
+
 from benchmarks.peers import gloo, peers
 from benchmarks.peers.task import Job
-from benchmarks.short_way.probes import common
 
 
 def measure(steps: int, gradients_given: bool) -> dict[str, float]:

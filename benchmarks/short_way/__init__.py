@@ -1,1 +1,0 @@
-"""What a step and a server cost beside their anchors, before and after."""

@@ -1,1 +1,0 @@
-"""Programs that measure one thing each and print figures: ``python -m benchmarks.short_way.probes.NAME '{...}'``."""
