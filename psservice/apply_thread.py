@@ -7,17 +7,17 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, TypeVar
 
 from pscore.telemetry import tracing
 from pscore.wire.errors import ErrorCode, Rejected
+from psservice.awaiting import NotYetError
 from psservice.storage.environment import MACHINE, Environment
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-
-BUSY_RETRY_SECONDS = 0.2
 
 
 class ApplyThread:
@@ -38,40 +38,42 @@ class ApplyThread:
         on_failure: Callable[[], None] = lambda: None,
         environment: Environment = MACHINE,
     ) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], bool, Future[Any], float] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any], float] | None] = queue.SimpleQueue()
         self._waited, self._on_failure = waited, on_failure
         self.failed = self.held = self._closed = False
         self._closing = threading.Lock()
         self._whole_changes = _WholeChanges(self)
         self._thread = environment.start(self._work, "apply-thread")
 
-    def submit(self, job: Callable[[], Result], *, while_held: bool = False) -> "Future[Result]":
+    def submit(self, job: Callable[[], Result]) -> "Future[Result]":
         """Queue ``job`` and return its future; waits for nothing. Raises :class:`Rejected` if none is run any more.
 
-        ``while_held``: also while the model is replaced, which does not concern the job.
+        What changes or reads the parameters is run by :meth:`run` in the job.
         """
         future: Future[Result] = Future()
         if self._thread is None:
-            self._run(job, while_held, future)
+            _run(job, future)
             return future
         with self._closing:
-            self._require_open(while_held)
-            self._jobs.put((tracing.carried(job, "queue"), while_held, future, time.perf_counter()))
+            self._require_open()
+            self._jobs.put((tracing.carried(job, "queue"), future, time.perf_counter()))
         return future
 
     def run(self, job: Callable[[], Result], *, while_held: bool = False) -> Result:
-        """Run ``job`` on the apply thread, at once in a job; return its result or raise its error.
+        """Run ``job`` on the apply thread, at once in another job; return its result or raise its error.
 
-        ``while_held``: as :meth:`submit`.
+        ``while_held``: also while the model is replaced, which does not concern the job.
         """
-        if self._thread is None or threading.get_ident() == self._thread.ident:
-            if self.failed or self.held or self._closed:
-                self._require_open(while_held)
+        if self._thread is None or threading.current_thread() is self._thread:
+            if self.failed or self.held:
+                self._require_free(while_held)
+            if self._thread is None:
+                self._require_open()
             return job()
-        return self.submit(job, while_held=while_held).result()
+        return self.submit(partial(self.run, job, while_held=while_held)).result()
 
-    def _require_open(self, while_held: bool) -> None:
-        self._require_free(while_held)
+    def _require_open(self) -> None:
+        self.require_whole()
         if self._closed:
             raise Rejected(ErrorCode.DRAINING, "the server is stopping")
 
@@ -79,7 +81,7 @@ class ApplyThread:
         """Raise :class:`Rejected` while the state is replaced (``BUSY``) or half changed (``DRAINING``)."""
         self.require_whole()
         if self.held and not while_held:
-            raise Rejected(ErrorCode.BUSY, "another model is being installed", retry_seconds=BUSY_RETRY_SECONDS)
+            raise NotYetError(ErrorCode.BUSY, "another model is being installed", lambda: not self.held)
 
     def require_whole(self) -> None:
         """Raise :class:`Rejected` (``DRAINING``) where a change has failed half-way."""
@@ -113,19 +115,19 @@ class ApplyThread:
 
     def _work(self) -> None:
         while (entry := self._jobs.get()) is not None:
-            job, while_held, future, submitted = entry
+            job, future, submitted = entry
             self._waited(time.perf_counter() - submitted)
-            self._run(job, while_held, future)
+            _run(job, future)
             del entry, job, future  # or the thread keeps what they refer to until the next job
 
-    def _run(self, job: Callable[[], Any], while_held: bool, future: "Future[Any]") -> None:
-        try:
-            self._require_free(while_held)
-            result = job()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+
+def _run(job: Callable[[], Any], future: "Future[Any]") -> None:
+    try:
+        result = job()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 class _WholeChanges(AbstractContextManager[None]):

@@ -47,7 +47,8 @@ ROOMS = {
         ["storage", "wire"],
         ["observability"],
         ["model"],
-        ["__init__", "policy", "settings", "types"],
+        ["policy"],
+        ["__init__", "awaiting", "settings", "types"],
     ],
 }
 """The rooms of each package, upper rows first: a room imports only lower rows (docs/internals/architecture.md)."""

@@ -18,6 +18,7 @@ from psclient.errors import (
 )
 from psclient.optim.base import ParameterServerOptimizer
 from psclient.rpc.samples import SampleSet, sample_set, union
+from psclient.rpc.shard_client import WAIT_SHARE
 from psclient.whole_numbers import whole_number
 from pscore.model.ranges import Ranges
 from pscore.wire.errors import Rejected
@@ -198,21 +199,23 @@ class ElasticSampler(Sampler[int]):
         patience_seconds = self._membership.settings.patience_seconds
         last, since = -1, time.monotonic()
         while not self._undrawn and not self._optimizer.finished:
-            answer = self._lease(goal)
+            answer = self._lease(goal, waits=True)
             if self._undrawn or not answer.samples_elsewhere:
                 break
             if answer.samples_elsewhere != last:
                 last, since = answer.samples_elsewhere, time.monotonic()
             elif time.monotonic() - since > patience_seconds:
                 raise EpochHeldUpError(goal, last, patience_seconds)
-            time.sleep(answer.retry_seconds)
         return bool(self._undrawn)
 
-    def _lease(self, goal: int | None, samples: int | None = None) -> pb.LeaseSamplesResponse:
-        """Lease more samples, ``lease_samples`` unless told, and drop those that are no longer this worker's."""
+    def _lease(self, goal: int | None, samples: int | None = None, *, waits: bool = False) -> pb.LeaseSamplesResponse:
+        """Lease more samples, ``lease_samples`` unless told, and drop those that are no longer this worker's.
+
+        ``waits``: the answer may wait until there are some.
+        """
         leased = union(self._tracker.unacked(self._dataset), sample_set(self._undrawn))
         wanted = self._lease_samples if samples is None else samples
-        answer = self._optimizer._worker.run(lambda: self._request_lease(goal, wanted, leased))
+        answer = self._optimizer._worker.run(lambda: self._request_lease(goal, wanted, leased, waits))
         lost = sample_set(answer.lost)
         kept = [
             pb.SampleRange(epoch=part.epoch, start=start, count=end - start)
@@ -222,7 +225,9 @@ class ElasticSampler(Sampler[int]):
         self._undrawn = deque([*kept, *answer.granted])
         return answer
 
-    def _request_lease(self, epoch: int | None, samples: int, leased: SampleSet) -> pb.LeaseSamplesResponse:
+    def _request_lease(
+        self, epoch: int | None, samples: int, leased: SampleSet, waits: bool = False
+    ) -> pb.LeaseSamplesResponse:
         """Ask shard 0 for so many samples at most, and which of those leased are lost; join again where that is due.
 
         ``epoch`` is the newest that is wanted; ``None`` for the newest that has begun.
@@ -239,13 +244,18 @@ class ElasticSampler(Sampler[int]):
             samples=samples,
             held=share_to_messages(leased),
         )
+
+        def attempt(seconds: float) -> pb.LeaseSamplesResponse:
+            request.wait_seconds = WAIT_SHARE * seconds if waits else 0.0
+            found: pb.LeaseSamplesResponse = connection.result(
+                connection.stub.LeaseSamples.future(request, timeout=seconds)
+            )
+            return found
+
         for _ in range(_MOST_REJOINS):
             joins = membership.joins
             request.identity.CopyFrom(membership.identity)
-            answer: pb.LeaseSamplesResponse | Rejected = connection.call(
-                membership.policy(),
-                lambda seconds: connection.result(connection.stub.LeaseSamples.future(request, timeout=seconds)),
-            )
+            answer: pb.LeaseSamplesResponse | Rejected = connection.call(membership.policy(), attempt)
             if isinstance(answer, pb.LeaseSamplesResponse):
                 self._joins = joins
                 membership.run_finished |= answer.run_state == pb.RUN_STATE_FINISHED

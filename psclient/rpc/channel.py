@@ -89,7 +89,7 @@ class RetryPolicy:
             try:
                 result = attempt(max(0.1, min(self._deadline_seconds, remaining, self._end() - now)))
             except Transient as failure:
-                self._await_next(address, failure)
+                self._await_next(address, failure, time.monotonic() - now)
                 if failure.lost:
                     reconnect()
                 continue
@@ -97,10 +97,14 @@ class RetryPolicy:
                 log.warning("%s answers again, after %.0f s", address, time.monotonic() - self._started)
             return result
 
-    def _await_next(self, address: str, failure: Transient) -> None:
+    def _await_next(self, address: str, failure: Transient, attempt_seconds: float) -> None:
+        """Wait before the next attempt; a server's delay counts from the beginning of the one that has failed."""
         now = time.monotonic()
         elapsed = now - self._started
-        delay = failure.retry_seconds or self._delay * _jitter.uniform(0.5, 1.5)
+        if failure.retry_seconds is None:
+            delay = self._delay * _jitter.uniform(0.5, 1.5)
+        else:
+            delay = max(0.0, failure.retry_seconds - attempt_seconds)
         seconds = min(self.seconds, self.handshake_seconds) if failure.advice else self.seconds
         left = min(seconds - elapsed, self._end() - now)
         if delay >= left:

@@ -29,7 +29,7 @@ from psclient.model.replica import Replica
 from psclient.rpc.channel import HANDSHAKE_SECONDS, RetryPolicy, pause, suppress_errors
 from psclient.rpc.lease_thread import LeaseThread, start_all
 from psclient.rpc.progress_line import ProgressLine
-from psclient.rpc.shard_client import ShardClient
+from psclient.rpc.shard_client import WAIT_SHARE, ShardClient
 from psclient.settings import ClientSettings
 from pscore.model.buffers import pack
 from pscore.names import shown
@@ -53,7 +53,8 @@ log = logging.getLogger("psclient")
 _LEAVING_SECONDS = 2.0
 _FIRST_DEADLINE_SECONDS = 5.0  # before the first contact: a wrong address should be said soon
 _LONGEST_WAIT_SECONDS = 3600.0  # of one call, for other workers
-_LONGEST_PAUSE_SECONDS = 2.0  # between two questions about another worker's upload
+_PROGRESS_SECONDS = 1.0  # between two lines about another worker's upload
+_AGAIN_SECONDS = 0.2  # between two joins, if it is not known what they wait for
 
 
 class Membership:
@@ -194,7 +195,7 @@ class Membership:
                 for shard, answer in zip(reversed(self.shards), answers, strict=True)
             )
             if not done:
-                self._pause(first.retry_seconds)
+                self._pause(_AGAIN_SECONDS)
             return done
         if first.state != pb.JOIN_STATE_READY:
             self._await_upload(first, line)
@@ -343,21 +344,20 @@ class Membership:
     def _await_upload(self, first: pb.JoinResponse, line: ProgressLine) -> None:
         """Wait until there is reason to join again: the model is there, or nobody uploads one."""
         answer: pb.JoinResponse | pb.RenewLeaseResponse = first
-        seconds = first.retry_seconds
-        self._pause(seconds)
-        while answer.HasField("upload") and time.monotonic() < self._deadline:
+        if not answer.HasField("upload"):
+            self._pause(_AGAIN_SECONDS)
+        while answer.HasField("upload") and time.monotonic() < self._deadline and not is_cancelled():
             upload = answer.upload
             line.show(f"{shown(upload.worker_id)} uploads the model", upload.share, upload.seconds_left)
-            self._pause(seconds)
-            seconds = min(_LONGEST_PAUSE_SECONDS, 1.5 * seconds)
             deadline_seconds = min(self.settings.deadline_seconds, max(0.1, self._deadline - time.monotonic()))
+            request = pb.RenewLeaseRequest(identity=self.identity)
+            request.wait_seconds = min(_PROGRESS_SECONDS, WAIT_SHARE * deadline_seconds)
             try:
-                answer = self.coordinator.lease_connection.stub.RenewLease(
-                    pb.RenewLeaseRequest(identity=self.identity), timeout=deadline_seconds
-                )
+                answer = self.coordinator.lease_connection.stub.RenewLease(request, timeout=deadline_seconds)
             except grpc.RpcError:
                 return  # the next join meets the cause
             self._last_progress = time.monotonic()
+        self._pause(0.0)
 
     def _upload(self, shard: ShardClient, joined: pb.JoinResponse, generation: int, line: ProgressLine) -> bool:
         """Send a shard its range, if it has none of this upload; False if another worker was faster: join again."""
@@ -440,10 +440,11 @@ class Membership:
 
             def attempt(timeout: float, shard: ShardClient = shard, held: float = held) -> pb.WaitForAllResponse:
                 request = pb.WaitForAllRequest(identity=self.identity, number=self._waits)
-                request.seconds = min(held, timeout / 2, _LONGEST_WAIT_SECONDS) if math.isinf(self._deadline) else 0.0
+                longest = min(held, WAIT_SHARE * timeout, _LONGEST_WAIT_SECONDS)
+                request.wait_seconds = longest if math.isinf(self._deadline) else 0.0
                 call = shard.connection.stub.WaitForAll.future(request, timeout=timeout)
                 self._waiting = call
-                if request.seconds and not math.isinf(self._deadline):  # set_deadline() came in between
+                if request.wait_seconds and not math.isinf(self._deadline):  # set_deadline() came in between
                     call.cancel()
                 try:
                     answer: pb.WaitForAllResponse = shard.connection.result(call)

@@ -40,6 +40,8 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 _LEAST_UPLOAD_BYTES = 256 << 10  # of a chunk: what one second brings on a line of 2 Mbit/s, and what a cut loses
+WAIT_SHARE = 0.5
+"""Of the time without a message after which a call counts as lost: the server may hold the answer back for so long."""
 _PIECE_ELEMENTS = 4 << 20  # that are copied to the host, as fp32, at a time
 
 
@@ -172,6 +174,7 @@ class ShardClient:
         """Begin to stream a push; ``header`` lacks generation, version and plan, which are this shard's."""
         header.generation = self.generation  # read once: a fetch on another thread may join again
         header.base_version = self.version
+        header.wait_seconds = idle_seconds * WAIT_SHARE
         header.plan.extend(pb.Group(start=group.start, length=group.length) for group in plan)
         trace = tracing.begin("push", shard=self.index)
         header.traceparent = trace.parent
@@ -316,6 +319,7 @@ class ShardClient:
             after_step=step,
             traceparent=trace.parent,
             link_bytes_per_second=self.downlink.bytes_per_second or 0.0,
+            wait_seconds=idle_seconds * WAIT_SHARE,
         )
         if self._reply_form is not None:
             behind.density, behind.value_codec = self._reply_form  # type: ignore[assignment]

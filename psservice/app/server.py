@@ -114,6 +114,7 @@ class Server:
         operators = OperatorCalls(self.shard, lambda: self._dispatcher.queued, self.update_health, self._ask_to_stop)
         handlers_by_rpc = handlers_of(WorkerCalls(self.shard)) | handlers_of(operators)
         self._dispatcher = Dispatcher(handlers_by_rpc, authenticator, self.shard)
+        self.shard.leases.waiters.serve_on(self._loop.loop.call_soon_threadsafe)
         bind_metrics(self.shard)
         handlers = [self._dispatcher.service, self._health.check_handler()]
         is_local = is_loopback(split_address(settings.listen)[0])

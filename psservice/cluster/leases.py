@@ -10,8 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from pscore.wire.errors import ErrorCode, Rejected
+from psservice.awaiting import Waiters
 from psservice.cluster.member import Member
-from psservice.cluster.waiters import Waiters
 from psservice.model.reply_session import ReplySession
 from psservice.policy.admission import Pace
 from psservice.policy.reply_mode import ReplyRule
@@ -169,6 +169,12 @@ class Leases:
         with self._lock:
             self._drop_ended(self.clock())
             return [self._members[name] for name in sorted(self._members)]
+
+    def identities(self) -> set[Identity]:
+        """Return the identities of the live members."""
+        with self._lock:
+            self._drop_ended(self.clock())
+            return {member.identity for member in self._members.values()}
 
     def __len__(self) -> int:
         with self._lock:

@@ -15,16 +15,8 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.update.base import PLAIN, PushContext, RuleState
 
-_SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.5
-POLL_SHARE = 0.1
-"""Share of the time waited already after which to ask again."""
 _LARGEST_VALUE = 1e30  # sums of millions of these are finite
 _MOST_WORKERS = 1 << 20
-
-
-def poll_seconds(wanted: float) -> float:
-    """Return when to ask again, within bounds."""
-    return min(max(wanted, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +74,10 @@ class SynchronousRound:
         return all(name in contributors or name in self.dropped for name in live)
 
     @property
-    def retry_seconds(self) -> float:
-        """When to ask again: a share of the time waited already."""
-        return poll_seconds(POLL_SHARE * (self._clock() - self._opened))
+    def seconds_left(self) -> float:
+        """Until the clock closes the round; infinite if only workers do."""
+        limit = self._settings.seconds
+        return max(0.0, self._opened + limit - self._clock()) if limit else math.inf
 
     def add(self, worker: str, update: SparseSlice | None, context: PushContext = PLAIN) -> None:
         """Add a contribution (``NON_FINITE``); several of one worker count as one, a flush (no samples) as none."""

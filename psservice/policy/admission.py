@@ -1,15 +1,15 @@
 """Which pushes are admitted, by staleness, lead and norm; each rule is off at 0 (docs/reference/protocol.md)."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
+from psservice.awaiting import NotYetError
 
-_SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.02, 1.0
-_POLL_SHARE = 0.25
 _NORM_BLOCK = 1 << 16
 
 
@@ -42,18 +42,16 @@ class Admission:
             why = f"{staleness} pushes of others were applied since the worker's pull, at most {limit} may be"
         raise Rejected(ErrorCode.TOO_STALE, why, staleness=str(staleness), max_staleness=str(limit))
 
-    def require_in_step(self, pace: Pace | None) -> None:
-        """Apply the bound; ``None`` is a worker that is alone. Raises :class:`Rejected` (``TOO_FAR_AHEAD``)."""
-        if not self.ssp_bound or pace is None:
+    def require_in_step(self, read_pace: Callable[[], Pace | None]) -> None:
+        """Apply the bound; a pace of ``None`` is a worker that is alone. Raises ``NotYetError`` (``TOO_FAR_AHEAD``)."""
+        if not self.ssp_bound or (pace := read_pace()) is None:
             return
-        lead = pace.clock + 1 - pace.slowest
+        lead = _lead(pace)
         if lead > self.ssp_bound:
-            # A share of the time waited already, so that a long wait is few calls.
-            wait = min(max(_POLL_SHARE * pace.silent_seconds, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS)
-            raise Rejected(
+            raise NotYetError(
                 ErrorCode.TOO_FAR_AHEAD,
                 f"this push would be {lead} ahead of worker {pace.slowest_worker!r}, at most {self.ssp_bound} may be",
-                retry_seconds=wait,
+                lambda: (now := read_pace()) is None or _lead(now) <= self.ssp_bound,
                 worker=pace.slowest_worker,
                 ssp_bound=str(self.ssp_bound),
             )
@@ -75,3 +73,8 @@ class Admission:
                 norm=repr(norm),
                 max_update_norm=repr(self.max_update_norm),
             )
+
+
+def _lead(pace: Pace) -> int:
+    """Count how many pushes a worker would be ahead of the slowest after its next one."""
+    return pace.clock + 1 - pace.slowest

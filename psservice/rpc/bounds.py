@@ -20,7 +20,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.sampling.dataset import MOST_EPOCHS, MOST_SAMPLES, MOST_SIZE
 from psservice.wire.identity import require_name
 
-_LONGEST_WAIT_SECONDS = 3600.0  # of one call; a worker that waits longer calls again
+_WAIT = (0.0, 3600.0)  # seconds of one call; a worker that waits longer calls again
 _LONGEST_BAN_SECONDS = 7 * 24 * 3600.0
 _MOST_VERSION = _MOST_STEP = 1 << 53  # exact as a double too: metrics, JSON
 _MOST_GENERATION = (3 << 62) - 1  # an epoch of 3·2^30: a thousand million uploads above what a worker may tell of
@@ -29,7 +29,7 @@ _LARGEST_PUSH_RATE = 1e9
 _FASTEST_LINK = 1e15  # bytes a second
 
 BOUNDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
-    "RenewLeaseRequest": {"uploaded": (0.0, 1.0)},
+    "RenewLeaseRequest": {"uploaded": (0.0, 1.0), "wait_seconds": _WAIT},
     "ShardHistory": {
         "generation": (0, _MOST_GENERATION),
         "version": (0, _MOST_VERSION),
@@ -45,6 +45,7 @@ BOUNDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
         "samples": (0, _MOST_PUSH_SAMPLES),
         "learning_rate": (0.0, _LARGEST_PUSH_RATE),
         "group_rates": (0.0, LARGEST_RATE),
+        "wait_seconds": _WAIT,
     },
     "PullDiffRequest": {
         "generation": (0, _MOST_GENERATION),
@@ -53,6 +54,7 @@ BOUNDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
         "after_step": (0, _MOST_STEP),
         "link_bytes_per_second": (0.0, _FASTEST_LINK),
         "density": (0.0, 1.0),
+        "wait_seconds": _WAIT,
     },
     "BuffersHeader": {
         "step": (0, _MOST_STEP),
@@ -64,8 +66,9 @@ BOUNDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
         "seed": (0, (1 << 64) - 1),
         "epoch": (0, MOST_EPOCHS - 1),
         "samples": (0, MOST_SAMPLES),
+        "wait_seconds": _WAIT,
     },
-    "WaitForAllRequest": {"number": (1, _MOST_STEP), "seconds": (0.0, _LONGEST_WAIT_SECONDS)},
+    "WaitForAllRequest": {"number": (1, _MOST_STEP), "wait_seconds": _WAIT},
     "RestoreModelRequest": {"version": (0, _MOST_VERSION)},
     "EvictWorkerRequest": {"ban_seconds": (0.0, _LONGEST_BAN_SECONDS)},
 }

@@ -14,7 +14,6 @@ from pscore.wire.dense import split_values
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.messages import place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.cluster.waiters import Waiters
 from psservice.rpc import bounds
 from psservice.rpc.auth import Caller, Role
 from psservice.rpc.memory_budget import Reservation, decoded_bytes
@@ -95,26 +94,6 @@ RULES: dict[str, Rule] = {
 """Every method of the service; a test asserts that none is missing."""
 
 
-class NotYetError(Exception):
-    """A request waits for a push of its worker; ``is_over`` tells whether the push has been applied."""
-
-    def __init__(self, identity: Identity, is_over: Callable[[], bool]) -> None:
-        super().__init__(identity)
-        self.identity, self.is_over = identity, is_over
-
-
-class HeldError(Exception):
-    """An answer waits for other workers.
-
-    ``seconds``: how long, from the beginning of the call; then it is made with ``Call.is_late``. ``is_over`` tells
-    whether the wait is, and ``waiters`` wake it.
-    """
-
-    def __init__(self, seconds: float, is_over: Callable[[], bool], waiters: Waiters) -> None:
-        super().__init__(seconds)
-        self.seconds, self.is_over, self.waiters = seconds, is_over, waiters
-
-
 @dataclass(slots=True)
 class Call:
     """One request that is being served: a whole call, or one of a stream that stays open.
@@ -123,9 +102,11 @@ class Call:
         span: of the trace that the caller has begun.
         identity: the worker's; set by the handler, as the next four and the last two.
         has_lease: tells whether the worker has a lease still.
-        is_late: whether the time is over that the answer may wait for other workers; set by the dispatcher.
+        wait_seconds: how long the answer may wait for a condition (:mod:`psservice.awaiting`).
+        wait_end: when that time is over (``time.monotonic``), 0 before it has begun; set by the dispatcher.
+        is_late: whether that time is over; set by the dispatcher.
         finish: waits until the answer may be sent; ``None`` where it may be at once.
-        reservation: the memory that a request of several messages occupies; the dispatcher ends it.
+        reservation: the memory that a request of several messages occupies, until :meth:`release`.
         raw: the messages of the stream as they came, where an empty list is set.
         received_bytes: of all messages so far, as gRPC frames them.
         arrived_nanoseconds: when the message that the handler works on arrived (``perf_counter_ns``).
@@ -140,6 +121,8 @@ class Call:
     span: TraceSpan = NO_SPAN
     identity: Identity | None = None
     has_lease: Callable[[], bool] = lambda: False
+    wait_seconds: float = 0.0
+    wait_end: float = 0.0
     is_late: bool = False
     finish: Callable[[], None] | None = None
     reservation: Reservation | None = None
@@ -150,6 +133,12 @@ class Call:
     on_received: Callable[[int], None] | None = None
     on_sent: Callable[[int], None] | None = None
     audit: dict[str, object] | None = None
+
+    def release(self) -> None:
+        """End the reservation, and count received bytes anew."""
+        if self.reservation is not None:
+            self.reservation.__exit__()
+            self.reservation, self.received_bytes = None, 0
 
 
 def handlers_of(calls: object) -> dict[str, Handler]:
@@ -181,6 +170,7 @@ def check(call: Call, message: Message) -> None:
     if call.span is NO_SPAN and (parent := getattr(named, "traceparent", "")):
         call.span = tracing.continued(call.rpc, parent)
     bounds.require(message)
+    call.wait_seconds = getattr(named, "wait_seconds", 0.0) or call.wait_seconds  # later messages have no header
     if call.caller.worker and "identity" in named.DESCRIPTOR.fields_by_name and named.identity.worker_id:
         call.caller.require_worker(named.identity.worker_id)
     if call.reservation is not None:

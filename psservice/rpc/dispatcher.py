@@ -24,7 +24,7 @@ from pscore.telemetry import tracing
 from pscore.telemetry.span import NO_SPAN, TRACEPARENT
 from pscore.wire.errors import ErrorCode, Rejected, to_status
 from pscore.wire.messages import SHARD_HEADER
-from psservice.apply_thread import BUSY_RETRY_SECONDS
+from psservice.awaiting import NotYetError
 from psservice.rpc.auth import Authenticator, Caller
 from psservice.rpc.calls import (
     RULES,
@@ -32,10 +32,8 @@ from psservice.rpc.calls import (
     Answer,
     Call,
     Handler,
-    HeldError,
     Lane,
     LastStep,
-    NotYetError,
     StreamReader,
     require_place,
 )
@@ -64,6 +62,7 @@ _REQUEST_SECONDS = 10.0  # for the message of a call that has one
 _REQUEST_BYTES = 64 << 20  # of calls of one message, until their first answers are made
 _STOP_SECONDS = 2.0  # for calls that wait for their client, from the moment the server stops
 _STOP_POLL_SECONDS = 0.02
+_QUEUE_SECONDS = 0.2  # after which a push that found the queue full is sent again
 _NO_GATE = nullcontext()
 
 
@@ -86,7 +85,7 @@ class Dispatcher:
         self.open_calls: set[OpenCall] = set()
         self._silent: dict[OpenCall, None] = {}
         self._idle: dict[tuple[str, Identity], OpenCall] = {}  # the idle stream of each worker
-        self._waiting: dict[Identity, asyncio.Event] = {}  # pulls that wait for a push of their worker
+        self._waiters = shard.leases.waiters
         self._sweeping: asyncio.Task[None] | None = None
         self._joins = asyncio.Semaphore(_MOST_JOINS)
         self._penalty = Penalty()
@@ -113,6 +112,7 @@ class Dispatcher:
         Calls that wait for their client have a short time only, silent and idle ones none; they end with ``DRAINING``.
         """
         self._stopping = True
+        self._waiters.wake()
         begun = time.monotonic()
         while self.open_calls and (age := time.monotonic() - begun) < seconds:
             for each in self.open_calls:
@@ -273,66 +273,80 @@ class Dispatcher:
             raw = await self._read(opened, _REQUEST_SECONDS)
         if raw is None:
             raise Rejected(ErrorCode.BAD_REQUEST, f"{opened.call.rpc} takes exactly one message")
-        with self._request_budget.open() as reservation:
-            reservation.add(received_bytes(len(raw)))
-            work = partial(reply_to, opened.call, cast(_OneMessage, handler), raw)
-            while True:
-                try:
-                    return await opened.run(work)
-                except HeldError as held:
-                    await self._until_woken(opened, held)
-
-    async def _until_woken(self, opened: OpenCall, held: HeldError) -> None:
-        """Wait for other workers, no longer than the call may take."""
-        woken = asyncio.Event()
-
-        def wake() -> None:
-            opened.loop.call_soon_threadsafe(woken.set)
-
-        held.waiters.add(wake)
-        try:
-            if not held.is_over():
-                await opened.wait(woken.wait(), opened.started + held.seconds, "workers")
-        except StalledError:
-            self._require_serving()
-            opened.call.is_late, opened.was_cut = True, False
-        finally:
-            held.waiters.remove(wake)
+        return await self._in_turn(opened, handler, raw)
 
     async def _in_turn(self, opened: OpenCall, handler: Handler, raw: bytes) -> Answers:
-        """Answer a request of a stream, once the push that it comes behind is applied."""
+        """Answer a request of one message, once what it waits for has happened."""
         work = partial(reply_to, opened.call, cast(_OneMessage, handler), raw)
-        with self._request_budget.open() as reservation:  # it waits for a thread, or for a push
+        with self._request_budget.open() as reservation:  # it waits for a thread, or for others
             reservation.add(received_bytes(len(raw)))
-            while True:
-                try:
-                    return await opened.run(work)
-                except NotYetError as early:
-                    await self._until_pushed(opened, early)
+            return await self._until_ready(opened, partial(opened.run, work))
 
-    async def _until_pushed(self, opened: OpenCall, early: NotYetError) -> None:
-        """Wait until the next push of a worker has been answered, one way or the other."""
-        pushed = self._waiting.setdefault(early.identity, asyncio.Event())
+    async def _until_ready(self, opened: OpenCall, attempt: Callable[[], Awaitable[Result]]) -> Result:
+        """Make an attempt, again whenever what it waits for has happened, as long as the call may wait."""
+        call = opened.call
+        while True:
+            try:
+                return await attempt()
+            except NotYetError as early:
+                may_wait = call.wait_seconds or early.least_seconds
+                if call.is_late or not may_wait:
+                    raise
+                call.wait_end = call.wait_end or time.monotonic() + may_wait
+                await self._until(opened, early)
+
+    async def _until(self, opened: OpenCall, early: NotYetError) -> None:
+        """Wait until a condition holds, the call may not wait any longer, or there is a reason to refuse it."""
+        call, woken, begun = opened.call, opened.loop.create_future(), time.monotonic()
+
+        def wake() -> None:
+            if not woken.done():
+                woken.set_result(None)
+
+        def is_refused() -> bool:
+            has_left = call.identity is not None and not call.has_lease()
+            return self._stopping or has_left or (opened.rule.changes and self._shard.drain_gate.is_closed)
+
+        self._waiters.add(wake, lambda: is_refused() or early.is_over())
         try:
-            if not early.is_over():
-                await self._wait(opened, pushed.wait(), "push")
+            await opened.wait(woken, min(call.wait_end, begun + early.again_seconds), "others")
+        except StalledError:
+            opened.was_cut = False
         finally:
-            if self._waiting.get(early.identity) is pushed:  # no push has taken it; a later pull's own one stays
-                del self._waiting[early.identity]
-                pushed.set()  # another pull of this worker begins to wait anew
+            self._waiters.remove(wake)
+        self._require_serving()
+        now = time.monotonic()
+        call.is_late = now >= call.wait_end or is_refused()
+        opened.started += now - begun  # only waits for the client count
 
     async def _read_stream(self, opened: OpenCall, handler: Handler, raw: bytes | None) -> Answers:
-        """Send the messages of a request into a reader, each as it arrives; ``raw`` is the first.
+        """Answer a request of several messages, of which ``raw`` is the first.
 
-        While a thread works on a message of an upload, the next one is received, for a few uploads at a time.
+        It waits for a condition at its first message, which is then read anew, and at its last step.
         """
         if opened.rule.stays_open and opened.pool.at_work >= self._settings.apply_queue_limit:
             why = "too many requests are at work or wait for a thread (--apply-queue-limit)"
-            raise Rejected(ErrorCode.BUSY, why, retry_seconds=BUSY_RETRY_SECONDS)
+            raise Rejected(ErrorCode.BUSY, why, retry_seconds=_QUEUE_SECONDS)
+        call = opened.call
+        try:
+            found = await self._until_ready(opened, partial(self._read_request, opened, handler, raw))
+            if callable(found):
+                last_step = partial(opened.run, partial(finish, call, found), self._apply_thread)
+                return await self._until_ready(opened, last_step)
+            return found
+        finally:
+            call.release()
+
+    async def _read_request(self, opened: OpenCall, handler: Handler, raw: bytes | None) -> Answers | LastStep:
+        """Send the messages of a request into a reader, each as it arrives; return what the reader ends with.
+
+        While a thread works on a message of an upload, the next one is received, for a few uploads at a time.
+        """
         call, reads_ahead = opened.call, opened.rule.reads_ahead and self._ahead < _MOST_AHEAD
+        call.release()  # what an attempt has charged that had to wait
         self._ahead += reads_ahead
         reading = cast(_InParts, handler)(call)
-        ahead: asyncio.Future[Any] | None = None
+        is_first, ahead = True, cast("asyncio.Future[Any] | None", None)
         try:
             next(reading)
             while True:
@@ -343,25 +357,22 @@ class Dispatcher:
                     ahead = asyncio.ensure_future(opened.context.read())
                     ahead.add_done_callback(fetch_error)
                 arrived = call, reading, raw, time.perf_counter_ns()
-                found: Answers | LastStep | None
                 if opened.rule.has_last_step and size <= _SMALL_BYTES:
                     found = await opened.run(partial(feed_and_finish, *arrived), self._apply_thread)
                 else:
                     found = await opened.run(partial(feed, *arrived))
-                if callable(found):
-                    return await opened.run(partial(finish, call, found), self._apply_thread)
                 if found is not None:
                     return found
-                raw = await self._read(opened, ahead=ahead)
+                raw, is_first = await self._read(opened, ahead=ahead), False
+        except NotYetError as early:
+            if is_first and ahead is None:
+                raise
+            raise early.refusal() from None  # the messages before are gone
         finally:
             self._ahead -= reads_ahead
             if ahead is not None:
                 ahead.cancel()
             reading.close()
-            if call.reservation is not None:
-                call.reservation.__exit__()
-            if call.identity is not None and (waiting := self._waiting.pop(call.identity, None)) is not None:
-                waiting.set()
 
     async def _answer(self, opened: OpenCall, answers: Answers) -> None:
         """Send the answers to a request; while one batch is sent, a thread makes the next."""

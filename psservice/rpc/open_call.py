@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from pscore.telemetry import tracing
 from pscore.wire.errors import Rejected
-from psservice.rpc.calls import Call, Lane, NotYetError, Rule
+from psservice.rpc.calls import Call, Lane, Rule
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ def fetch_error(ended: "asyncio.Future[Any]") -> None:
 
 def _log_unheard(rpc: str, error: Exception) -> None:
     """Log the error of work that nobody waits for any more, unless it is an answer."""
-    if not isinstance(error, Rejected | NotYetError):
+    if not isinstance(error, Rejected):
         log.error("internal error", extra={"rpc": rpc}, exc_info=error)
 
 

@@ -100,6 +100,7 @@ class OperatorCalls:
                 raise Rejected(ErrorCode.BAD_REQUEST, f"{request.action} is no action that this server knows")
         if gate.is_closed is not was_closed:  # an operator asks again and again until the shard is drained
             call.audit = {"act": "close" if gate.is_closed else "open"}
+        shard.leases.waiters.wake()
         self._on_drain()
         inside = gate.in_flight
         stopping = request.action == pb.DRAIN_ACTION_STOP and not inside

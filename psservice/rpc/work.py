@@ -7,6 +7,7 @@ from google.protobuf.message import Message
 
 from pscore.telemetry.span import NO_SPAN
 from pscore.wire.frames import FRAMING_BYTES
+from psservice.awaiting import NotYetError
 from psservice.rpc.calls import Answer, Call, LastStep, StreamReader, parse
 
 Answers: TypeAlias = tuple[list[bytes], Generator[Any, None, None] | None]
@@ -47,10 +48,15 @@ def feed(call: Call, reading: StreamReader, raw: bytes | None, arrived_nanosecon
     return None
 
 
-def feed_and_finish(call: Call, reading: StreamReader, raw: bytes | None, arrived_nanoseconds: int) -> Answers | None:
-    """Send a message into a reader, and take the last step if that was the last message."""
+def feed_and_finish(
+    call: Call, reading: StreamReader, raw: bytes | None, arrived_nanoseconds: int
+) -> Answers | LastStep | None:
+    """Send a message into a reader, and take the last step if that was the last message and nothing has to wait."""
     found = feed(call, reading, raw, arrived_nanoseconds)
-    return finish(call, found) if callable(found) else found
+    try:
+        return finish(call, found) if callable(found) else found
+    except NotYetError:
+        return found
 
 
 def finish(call: Call, last_step: LastStep) -> Answers:

@@ -26,15 +26,17 @@ from pscore.wire.dense import MessageSize, chunk_message, dense_chunks, field_by
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message, place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.awaiting import NotYetError
 from psservice.cluster.member import Member
 from psservice.model.reply_session import PullRequest, Reply
-from psservice.rpc.calls import Call, HeldError, LastStep, NotYetError, require_place
+from psservice.rpc.calls import Call, LastStep, require_place
 from psservice.rpc.memory_budget import MemoryBudget, Reservation, default_limit, largest_stream
 from psservice.rpc.status import REPLY_MODES, RUN_STATES, run_settings
 from psservice.sampling.codec import answer_to_message, finished_of, sample_request_of
 from psservice.shard import model_install
 from psservice.shard.buffers_and_samples import exchange_buffers, lease_samples, open_exchange
 from psservice.shard.join import JoinLayouts, hear_of_shards, join, leave
+from psservice.shard.lifecycle import close_rounds_after_leave
 from psservice.shard.pull import pull
 from psservice.shard.push import check_push, prepare_push
 from psservice.shard.shard import Shard
@@ -43,8 +45,6 @@ from psservice.shard.waiting import is_over, wait_for_all
 from psservice.types import Identity
 from psservice.wire.identity import identity_from_message
 from psservice.wire.push_stream import Reading, header_of, read_push, require_end
-
-WAIT_RETRY_SECONDS = 0.2
 
 _MOST_NAMES = 1000  # of workers, in an answer
 
@@ -85,10 +85,10 @@ class WorkerCalls:
                 "or start the server with --down-value-type fp32",
             )
         answer = join(shard, identity, self._layouts.read(identity, request.layout), request)
+        close_rounds_after_leave(shard)  # a round may have waited for enough workers
         others = pb.JoinResponse(
             run_id=shard.run.run_id,
             settings=run_settings(self._settings),
-            retry_seconds=WAIT_RETRY_SECONDS,
             live_workers=len(shard.leases),
             run_state=RUN_STATES[shard.run.state],
             index_codecs=READABLE_INDEX_CODECS,
@@ -108,12 +108,17 @@ class WorkerCalls:
         shard.uploads.note_progress(identity, request.uploaded)
         shard.durability.on_checkpoint(request.checkpoint, request.shards)
         hear_of_shards(shard, request.shards)
+        progress = model_install.upload_progress(shard)
+        if progress is not None and call.wait_seconds and not call.is_late:
+            raise NotYetError(
+                ErrorCode.BUSY, "the model is uploaded", lambda: model_install.upload_progress(shard) is None
+            )
         return pb.RenewLeaseResponse(
             checkpoint=shard.durability.announced_checkpoint(),
             live_workers=len(shard.leases),
             received_bytes=member.received_bytes,
             installing=shard.installing,
-            upload=model_install.upload_progress(shard),
+            upload=progress,
             same_batches=shard.leases.same_batches(member, request.first_batches),
         )
 
@@ -210,7 +215,7 @@ class WorkerCalls:
         apply = prepare_push(shard, header, segments, call.raw or ())
 
         def last_step() -> pb.PushSparseResponse:
-            answer, repeated = apply()
+            answer, repeated = shard.apply_thread.run(apply)
             self._finish(call)
             if repeated:
                 self._metrics.repeated_pushes.inc()
@@ -288,18 +293,28 @@ class WorkerCalls:
     def lease_samples(self, call: Call, request: pb.LeaseSamplesRequest) -> pb.LeaseSamplesResponse:
         """Lease samples to a worker."""
         shard = self._shard
-        leased = lease_samples(shard, self._identity(request.identity), sample_request_of(request))
-        answer = answer_to_message(leased, len(shard.leases))
-        answer.run_state = RUN_STATES[shard.run.state]
-        return answer
+        identity = self._identity(request.identity)
+        live = shard.leases.identities()
+        leased = lease_samples(shard, identity, sample_request_of(request))
+        close_rounds_after_leave(shard)  # no round waits for a worker without samples
+        if leased.held_by_others and request.samples and not leased.granted and call.wait_seconds and not call.is_late:
+            known = shard.state.datasets.get(request.dataset)
+            has_changed = known != leased.after
+
+            def is_over() -> bool:
+                moved = has_changed or shard.state.datasets.get(request.dataset) is not known
+                return moved or shard.run.is_finished or shard.leases.identities() != live
+
+            raise NotYetError(ErrorCode.BUSY, "other workers hold the samples that are left", is_over)
+        return answer_to_message(leased, RUN_STATES[shard.run.state])
 
     def wait_for_all(self, call: Call, request: pb.WaitForAllRequest) -> pb.WaitForAllResponse:
         """Answer when all live workers are through, or the time is over."""
         shard, number = self._shard, request.number
         identity = self._identity(request.identity)
         waited_for = wait_for_all(shard, identity, number)
-        if waited_for and request.seconds and not call.is_late:
-            raise HeldError(request.seconds, partial(is_over, shard, identity, number), shard.leases.waiters)
+        if waited_for and call.wait_seconds and not call.is_late:
+            raise NotYetError(ErrorCode.BUSY, "other workers train", partial(is_over, shard, identity, number))
         return pb.WaitForAllResponse(workers=waited_for[:_MOST_NAMES], run_state=RUN_STATES[shard.run.state])
 
     # Inner parts
@@ -316,10 +331,13 @@ class WorkerCalls:
         return identity
 
     def _require_pushed(self, identity: Identity, step: int) -> None:
-        """Raise :class:`NotYetError` where the push of a step is not applied of a worker that has a lease."""
-        pushes, leases = self._shard.state.pushes, self._shard.leases
+        """Wait for the push of a step; it may be on its way for as long as a stream may be idle."""
+        pushes, idle_seconds = self._shard.state.pushes, self._settings.stream_idle_seconds
         if pushes.find(identity).step < step:
-            raise NotYetError(identity, lambda: pushes.find(identity).step >= step or not leases.is_live(identity))
+            why = f"the push of step {step}, which the pull comes behind, has not been applied"
+            raise NotYetError(
+                ErrorCode.BUSY, why, lambda: pushes.find(identity).step >= step, least_seconds=idle_seconds
+            )
 
     def _finish(self, call: Call) -> None:
         """Have an answer wait until everything until now is durable, on a thread that may wait."""

@@ -24,9 +24,6 @@ from psservice.sampling.dataset import (
 from psservice.types import Identity
 from psservice.wire.identity import require_name
 
-_ASKS_A_SECOND = 20  # of all workers together that wait for an epoch's end
-_SHORTEST_RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 0.2, 2.0
-
 
 def sample_request_of(request: pb.LeaseSamplesRequest) -> SampleRequest:
     """Read a request whose numbers are within their bounds; raises :class:`Rejected` (``BAD_REQUEST``)."""
@@ -68,15 +65,14 @@ def share_of(messages: Sequence[pb.SampleRange], size: int) -> dict[int, Ranges]
     return {epoch: Ranges(found) for epoch, found in pairs.items()}
 
 
-def answer_to_message(leased: Leased, live_workers: int) -> pb.LeaseSamplesResponse:
-    """Write an answer; the delay spreads those that wait, so that together they do not ask too often."""
-    retry_seconds = min(_LONGEST_RETRY_SECONDS, max(_SHORTEST_RETRY_SECONDS, live_workers / _ASKS_A_SECOND))
+def answer_to_message(leased: Leased, run_state: pb.RunState.ValueType) -> pb.LeaseSamplesResponse:
+    """Write an answer."""
     return pb.LeaseSamplesResponse(
         granted=share_to_messages(leased.granted),
         lost=share_to_messages(leased.lost),
         epoch=leased.after.newest,
         samples_elsewhere=leased.held_by_others,
-        retry_seconds=0.0 if leased.granted else retry_seconds,
+        run_state=run_state,
     )
 
 

@@ -148,7 +148,7 @@ def _end(shard: Shard) -> None:
     synchronizer.close()
     shard.commit(rec.Finished())
     log.info("run finished", extra={"version": model.version, "samples": shard.run.samples})
-    shard.leases.waiters.wake()
+    shard.leases.waiters.wake(everyone=True)
     shard.final_model.begin(shard.copy_now, shard.run.run_id)
 
 

@@ -19,7 +19,7 @@ from pscore.model.layout import ModelLayout
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch, next_generation, sibling_generation
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.apply_thread import BUSY_RETRY_SECONDS
+from psservice.awaiting import NotYetError
 from psservice.model.buffers import BufferAverage
 from psservice.model.parameters import ModelShard
 from psservice.model.wagma.replicas import shard_kind
@@ -47,7 +47,7 @@ def claim(shard: Shard) -> None:
 def require_unclaimed(shard: Shard) -> None:
     """Raise :class:`Rejected` (``BUSY``) where the model's place is claimed; ``join_lock`` is held."""
     if shard.installing:
-        raise Rejected(ErrorCode.BUSY, "another model is being installed", retry_seconds=BUSY_RETRY_SECONDS)
+        raise NotYetError(ErrorCode.BUSY, "another model is being installed", lambda: not shard.installing)
 
 
 def _install(shard: Shard, make: Callable[[], ShardState], published: Callable[[], None] = lambda: None) -> None:
@@ -66,6 +66,7 @@ def _install(shard: Shard, make: Callable[[], ShardState], published: Callable[[
         model = shard.durability.install(make, publish).model
     finally:
         shard.installing = False
+        shard.leases.waiters.wake(everyone=True)
     assert model is not None
     log.info(
         "model installed",

@@ -73,6 +73,7 @@ def _push(
     shard.metrics.observe_push(answer, shard.require_model(None).version)
     shard.require_synchronizer(None).close_if_due()
     end_if_over(shard)
+    shard.leases.waiters.wake()
     return answer, False
 
 
@@ -118,4 +119,4 @@ def _decide(
 
 def _require_in_step(shard: Shard, member: Member) -> None:
     if shard.admission.ssp_bound:
-        shard.admission.require_in_step(shard.leases.pace(member))
+        shard.admission.require_in_step(lambda: shard.leases.pace(member))

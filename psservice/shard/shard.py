@@ -144,7 +144,9 @@ class Shard:
         """
         self.durability.records.append(record, messages)
         with self.apply_thread.all_or_stop():
-            return self.state.apply(record, update)
+            answer = self.state.apply(record, update)
+        self.leases.waiters.wake()
+        return answer
 
     def change(self, record: Record) -> None:
         """Commit a record that a replaced model does not concern; from any thread. Raises as :meth:`commit`."""

@@ -1,7 +1,7 @@
 """How the pushes of several workers are synchronized: not at all, in rounds, or in the groups of WAGMA-SGD.
 
-Each shard decides for itself. A decision is a record of the journal. No call waits for another worker: a worker
-whose round is open asks again.
+Each shard decides for itself. A decision is a record of the journal. A call whose round is open waits, without a
+thread, for the round's close (:mod:`psservice.awaiting`).
 """
 
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.apply_thread import ApplyThread
+from psservice.awaiting import NotYetError
 from psservice.cluster.leases import Leases
 from psservice.cluster.member import Member
 from psservice.model.parameters import ModelShard
@@ -90,12 +91,13 @@ class RoundSynchronizer(Synchronizer):
     def require_closed(self, worker: str) -> None:
         """Refuse contributors to the open round."""
         if worker in self.open_round.contributors:
-            raise Rejected(
+            raise NotYetError(
                 ErrorCode.ROUND_OPEN,
                 f"the round of version {self.model.version + 1} has {len(self.open_round.contributors)} contributions "
                 f"and waits for others; live workers: {len(self.leases)}"
                 + (", and the first round waits for start_workers of them" if self._is_first else ""),
-                retry_seconds=self.open_round.retry_seconds,
+                lambda: worker not in self.open_round.contributors,
+                again_seconds=self.open_round.seconds_left,
             )
 
 
@@ -142,7 +144,7 @@ class WagmaSynchronizer(Synchronizer):
 
     def _enter(self, identity: Identity) -> None:
         """Remove dead workers, enter this one, and raise :class:`Rejected` (``ROUND_OPEN``) where its round is open."""
-        model, live = self.model, {each.identity for each in self.leases.members()}
+        model, live = self.model, self.leases.identities()
         for worker, replica in [*model.replicas.items()]:
             if Identity(worker, replica.incarnation) not in live:
                 self._decide(rec.GroupDecided.KIND_LEAVE, worker)
@@ -151,11 +153,12 @@ class WagmaSynchronizer(Synchronizer):
         self.close_if_due()
         waiting = model.rounds.waits(identity.worker_id)
         if waiting is not None:
-            raise Rejected(
+            raise NotYetError(
                 ErrorCode.ROUND_OPEN,
                 f"iteration {waiting.iteration} waits for {len(waiting.members) - len(waiting.fresh)} of "
                 f"{len(waiting.members)} workers",
-                retry_seconds=model.rounds.retry_seconds(waiting),
+                lambda: model.rounds.waits(identity.worker_id) is not waiting or self.leases.identities() != live,
+                again_seconds=model.rounds.seconds_left(waiting),
             )
 
     def _decide(

@@ -22,9 +22,10 @@ from pscore.wire import frames
 from pscore.wire.errors import Rejected
 from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.awaiting import NotYetError
 from psservice.observability.metrics import Metrics
 from psservice.rpc.auth import ANONYMOUS_ADMIN
-from psservice.rpc.calls import RULES, Call, HeldError, check, handlers_of
+from psservice.rpc.calls import RULES, Call, check, handlers_of
 from psservice.rpc.operators import OperatorCalls
 from psservice.rpc.workers import WorkerCalls
 from psservice.settings import ServerSettings
@@ -66,7 +67,7 @@ def called(shard: Shard, handler: Any, rpc: str, request: Any) -> list[Any]:
                 check(call, request)
                 try:
                     answer = handler(call, request)
-                except HeldError:
+                except NotYetError:
                     call.is_late = True
                     answer = handler(call, request)
             if isinstance(answer, Message):
@@ -91,8 +92,7 @@ def _read(shard: Shard, reading: Any, call: Call, requests: list[Any]) -> Any:
     except StopIteration as end:
         return shard.apply_thread.run(end.value) if callable(end.value) else end.value
     finally:
-        if call.reservation is not None:
-            call.reservation.__exit__()
+        call.release()
     raise AssertionError("a reader must end where its stream ends")
 
 

@@ -885,7 +885,6 @@ class JoinResponse(_message.Message):
     SETTINGS_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
-    RETRY_SECONDS_FIELD_NUMBER: _builtins.int
     LIVE_WORKERS_FIELD_NUMBER: _builtins.int
     LAST_STEP_FIELD_NUMBER: _builtins.int
     LAST_INCARNATION_FIELD_NUMBER: _builtins.int
@@ -907,8 +906,6 @@ class JoinResponse(_message.Message):
     """
     version: _builtins.int
     """Version of the shard."""
-    retry_seconds: _builtins.float
-    """With WAIT: when to join again, seconds."""
     live_workers: _builtins.int
     """Workers alive, this one included."""
     last_step: _builtins.int
@@ -955,7 +952,6 @@ class JoinResponse(_message.Message):
         settings: Global___RunSettings | None = ...,
         generation: _builtins.int = ...,
         version: _builtins.int = ...,
-        retry_seconds: _builtins.float = ...,
         live_workers: _builtins.int = ...,
         last_step: _builtins.int = ...,
         last_incarnation: _builtins.str = ...,
@@ -970,7 +966,7 @@ class JoinResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings", "upload", b"upload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "generation", b"generation", "index_codecs", b"index_codecs", "known_shards", b"known_shards", "last_incarnation", b"last_incarnation", "last_step", b"last_step", "live_workers", b"live_workers", "load_refused", b"load_refused", "origins", b"origins", "retry_seconds", b"retry_seconds", "run_id", b"run_id", "run_state", b"run_state", "settings", b"settings", "state", b"state", "upload", b"upload", "value_codecs", b"value_codecs", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "generation", b"generation", "index_codecs", b"index_codecs", "known_shards", b"known_shards", "last_incarnation", b"last_incarnation", "last_step", b"last_step", "live_workers", b"live_workers", "load_refused", b"load_refused", "origins", b"origins", "run_id", b"run_id", "run_state", b"run_state", "settings", b"settings", "state", b"state", "upload", b"upload", "value_codecs", b"value_codecs", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -987,12 +983,15 @@ class RenewLeaseRequest(_message.Message):
     UPLOADED_FIELD_NUMBER: _builtins.int
     FIRST_BATCHES_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
+    WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     checkpoint: _builtins.str
     """What shard 0 has told last, as it came; other shards take part in that checkpoint, if it is newer than their last."""
     uploaded: _builtins.float
     """Where this worker uploads the model: which share of the whole model it has sent, 0 to 1."""
     first_batches: _builtins.int
     """A fingerprint of the worker's first batches; 0 where it has none. Only equality means anything."""
+    wait_seconds: _builtins.float
+    """How long the answer may wait for the end of the upload that upload in the answer tells of, seconds."""
     @_builtins.property
     def identity(self) -> Global___WorkerIdentity:
         """Who renews."""
@@ -1009,10 +1008,11 @@ class RenewLeaseRequest(_message.Message):
         uploaded: _builtins.float = ...,
         first_batches: _builtins.int = ...,
         shards: _abc.Iterable[Global___ShardHistory] | None = ...,
+        wait_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "first_batches", b"first_batches", "identity", b"identity", "shards", b"shards", "uploaded", b"uploaded"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "first_batches", b"first_batches", "identity", b"identity", "shards", b"shards", "uploaded", b"uploaded", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1574,6 +1574,7 @@ class PushHeader(_message.Message):
     GROUP_RATES_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The worker's step; from 1, rises within an incarnation, the same at every shard."""
     generation: _builtins.int
@@ -1586,6 +1587,10 @@ class PushHeader(_message.Message):
     """Learning rate that the values carry, for DC-ASGD; 0 where it is not known."""
     traceparent: _builtins.str
     """The worker's span in W3C's trace context; empty for none."""
+    wait_seconds: _builtins.float
+    """How long the push may wait for other workers, or for a model that is being installed, seconds; 0 to be refused at
+    once (TOO_FAR_AHEAD, ROUND_OPEN, BUSY).
+    """
     @_builtins.property
     def identity(self) -> Global___WorkerIdentity:
         """Who pushes."""
@@ -1617,10 +1622,11 @@ class PushHeader(_message.Message):
         group_rates: _abc.Iterable[_builtins.float] | None = ...,
         finished: _abc.Iterable[Global___FinishedSamples] | None = ...,
         traceparent: _builtins.str = ...,
+        wait_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "finished", b"finished", "generation", b"generation", "group_rates", b"group_rates", "identity", b"identity", "learning_rate", b"learning_rate", "plan", b"plan", "samples", b"samples", "step", b"step", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "finished", b"finished", "generation", b"generation", "group_rates", b"group_rates", "identity", b"identity", "learning_rate", b"learning_rate", "plan", b"plan", "samples", b"samples", "step", b"step", "traceparent", b"traceparent", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1733,6 +1739,7 @@ class PullDiffRequest(_message.Message):
     DENSITY_FIELD_NUMBER: _builtins.int
     VALUE_CODEC_FIELD_NUMBER: _builtins.int
     PUSHES_ALL_FIELD_NUMBER: _builtins.int
+    WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Generation of the replica."""
     has_base: _builtins.bool
@@ -1769,6 +1776,8 @@ class PullDiffRequest(_message.Message):
     """True if the worker pushes every entry of its gradients. A server that chooses the form of replies itself then
     answers exactly.
     """
+    wait_seconds: _builtins.float
+    """As in PushHeader."""
     @_builtins.property
     def identity(self) -> Global___WorkerIdentity:
         """Who pulls."""
@@ -1789,10 +1798,11 @@ class PullDiffRequest(_message.Message):
         density: _builtins.float = ...,
         value_codec: Global___ValueCodec.ValueType = ...,
         pushes_all: _builtins.bool = ...,
+        wait_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_reply", b"acknowledged_reply", "after_step", b"after_step", "base_end", b"base_end", "base_version", b"base_version", "density", b"density", "generation", b"generation", "has_base", b"has_base", "identity", b"identity", "image", b"image", "link_bytes_per_second", b"link_bytes_per_second", "pushes_all", b"pushes_all", "traceparent", b"traceparent", "value_codec", b"value_codec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_reply", b"acknowledged_reply", "after_step", b"after_step", "base_end", b"base_end", "base_version", b"base_version", "density", b"density", "generation", b"generation", "has_base", b"has_base", "identity", b"identity", "image", b"image", "link_bytes_per_second", b"link_bytes_per_second", "pushes_all", b"pushes_all", "traceparent", b"traceparent", "value_codec", b"value_codec", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1997,6 +2007,7 @@ class LeaseSamplesRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
+    WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     dataset: _builtins.str
     """Name of the dataset; the first worker to name it brings it."""
     size: _builtins.int
@@ -2011,6 +2022,8 @@ class LeaseSamplesRequest(_message.Message):
     """Samples of this epoch or of earlier ones are wanted; it begins when nothing of those before it is left to hand out."""
     samples: _builtins.int
     """At most so many samples; 0 to hear only what has become of those held."""
+    wait_seconds: _builtins.float
+    """How long the answer may wait for samples, or until others hold none, seconds."""
     @_builtins.property
     def identity(self) -> Global___WorkerIdentity:
         """Who asks."""
@@ -2033,10 +2046,11 @@ class LeaseSamplesRequest(_message.Message):
         epoch: _builtins.int = ...,
         samples: _builtins.int = ...,
         held: _abc.Iterable[Global___SampleRange] | None = ...,
+        wait_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "epoch", b"epoch", "has_epoch", b"has_epoch", "held", b"held", "identity", b"identity", "samples", b"samples", "seed", b"seed", "shuffle", b"shuffle", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "epoch", b"epoch", "has_epoch", b"has_epoch", "held", b"held", "identity", b"identity", "samples", b"samples", "seed", b"seed", "shuffle", b"shuffle", "size", b"size", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2052,14 +2066,11 @@ class LeaseSamplesResponse(_message.Message):
     LOST_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     SAMPLES_ELSEWHERE_FIELD_NUMBER: _builtins.int
-    RETRY_SECONDS_FIELD_NUMBER: _builtins.int
     RUN_STATE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The newest epoch that has begun."""
     samples_elsewhere: _builtins.int
     """Unfinished samples of the epochs asked for that others hold; they are handed out again if their workers die."""
-    retry_seconds: _builtins.float
-    """Where nothing was granted: when to ask again, seconds."""
     run_state: Global___RunState.ValueType
     """Where the run is."""
     @_builtins.property
@@ -2077,12 +2088,11 @@ class LeaseSamplesResponse(_message.Message):
         lost: _abc.Iterable[Global___SampleRange] | None = ...,
         epoch: _builtins.int = ...,
         samples_elsewhere: _builtins.int = ...,
-        retry_seconds: _builtins.float = ...,
         run_state: Global___RunState.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "granted", b"granted", "lost", b"lost", "retry_seconds", b"retry_seconds", "run_state", b"run_state", "samples_elsewhere", b"samples_elsewhere"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "granted", b"granted", "lost", b"lost", "run_state", b"run_state", "samples_elsewhere", b"samples_elsewhere"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2096,11 +2106,11 @@ class WaitForAllRequest(_message.Message):
 
     IDENTITY_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
-    SECONDS_FIELD_NUMBER: _builtins.int
+    WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Which wait of this worker it is, from 1; the same in a repeated call, and higher in the next wait."""
-    seconds: _builtins.float
-    """How long the answer may take, seconds; 0 to be answered at once."""
+    wait_seconds: _builtins.float
+    """How long the answer may wait for the others, seconds; 0 to be answered at once."""
     @_builtins.property
     def identity(self) -> Global___WorkerIdentity:
         """Who waits."""
@@ -2110,11 +2120,11 @@ class WaitForAllRequest(_message.Message):
         *,
         identity: Global___WorkerIdentity | None = ...,
         number: _builtins.int = ...,
-        seconds: _builtins.float = ...,
+        wait_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "number", b"number", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "number", b"number", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,12 +1,13 @@
 """When the rounds of WAGMA-SGD freeze, which workers wait, and which are averaged (docs/guide/wagma.md)."""
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from psservice.model.synchronous_rounds import POLL_SHARE, poll_seconds
 from psservice.model.wagma.schedule import GroupSettings, StepTimes
 
+_SHORTEST_WINDOW_SECONDS = 0.001
 _DROPPED = 1 << 62
 """Iteration of a worker whose push was dropped by a rollback and who has pushed none since: beyond all others."""
 
@@ -96,11 +97,13 @@ class GroupRounds:
         """Return the round that a worker waits for."""
         return next((each for each in self._open if worker in each.fresh), None)
 
-    def retry_seconds(self, waiting: OpenRound) -> float:
-        """Return when to ask again: at the end of the window, or after a share of the time waited already."""
-        age = self._clock() - waiting.since
-        is_global = self._settings.is_global(waiting.iteration)
-        return poll_seconds(POLL_SHARE * age if is_global else self._times.grace_seconds(waiting.members) - age)
+    def seconds_left(self, waiting: OpenRound) -> float:
+        """Return the rest of a round's window; infinite for a global round, which waits for all."""
+        if self._settings.is_global(waiting.iteration):
+            return math.inf
+        return max(
+            _SHORTEST_WINDOW_SECONDS, self._times.grace_seconds(waiting.members) - (self._clock() - waiting.since)
+        )
 
     def due(self) -> Frozen | None:
         """Return a round that is to freeze now; ``None`` where there is none."""

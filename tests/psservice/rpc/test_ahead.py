@@ -10,6 +10,7 @@ import pytest
 
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.awaiting import Waiters
 from psservice.rpc import dispatcher
 from psservice.rpc.auth import ANONYMOUS_ADMIN
 from psservice.rpc.calls import RULES, Call
@@ -42,7 +43,10 @@ def serve(rpc, client, handler):
     async def run():
         settings = SimpleNamespace(stream_idle_seconds=SECONDS, stream_seconds=SECONDS, rpc_threads=4)
         shard = SimpleNamespace(
-            settings=settings, metrics=SimpleNamespace(running_calls=Gauge(), queued=Gauge()), apply_thread=None
+            settings=settings,
+            metrics=SimpleNamespace(running_calls=Gauge(), queued=Gauge()),
+            apply_thread=None,
+            leases=SimpleNamespace(waiters=Waiters()),
         )
         served = Dispatcher({rpc: handler}, None, shard)
         loop, task, rule = asyncio.get_running_loop(), asyncio.current_task(), RULES[rpc]

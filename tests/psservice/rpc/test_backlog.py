@@ -1,6 +1,5 @@
-"""Requests that wait: for a thread, for the apply thread, for a push of their worker."""
+"""Requests that wait for a thread, or for the apply thread."""
 
-import asyncio
 import threading
 import time
 
@@ -10,12 +9,7 @@ import pytest
 from pscore.wire.errors import ErrorCode
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.app.server import Server
-from psservice.rpc.auth import Authenticator
-from psservice.rpc.calls import NotYetError
-from psservice.rpc.dispatcher import Dispatcher
-from psservice.rpc.file_watcher import FileWatcher
 from psservice.settings import ServerSettings
-from tests.psservice.shard_makers import ANNA, open_shards
 from tests.system.connecting.test_raw_client import TIMEOUT, RawWorker
 from verify.client.wire import reason_of
 
@@ -55,42 +49,3 @@ def test_pushes_beyond_the_limit_of_requests_at_work_are_busy():
         for each in (held, *pushing):
             each.join(TIMEOUT)
         server.stop()
-
-
-class Waiting:
-    """A pull that waits for its worker's push."""
-
-    def __init__(self, dispatcher, *, is_over=False):
-        self.started = time.monotonic()
-        early = NotYetError(ANNA, lambda: is_over)
-        self.task = asyncio.ensure_future(dispatcher._until_pushed(self, early))
-
-    async def wait(self, client, until, why):
-        return await client
-
-
-def dispatcher_of(shard):
-    return Dispatcher({}, Authenticator(None, FileWatcher()), shard)
-
-
-def test_a_pull_that_is_cancelled_leaves_the_event_of_a_later_pull_alone():
-    async def scenario(dispatcher):
-        first = Waiting(dispatcher)
-        await asyncio.sleep(0)
-        pushed = dispatcher._waiting.pop(ANNA)  # the push has been answered
-        second = Waiting(dispatcher)  # begins to wait for the next push before the first pull has gone on
-        await asyncio.sleep(0)
-        first.task.cancel()
-        await asyncio.gather(first.task, return_exceptions=True)
-        pushed.set()
-        dispatcher._waiting.pop(ANNA).set()  # the next push is answered
-        await asyncio.wait_for(second.task, TIMEOUT)
-        await Waiting(dispatcher, is_over=True).task
-        assert not dispatcher._waiting, "nothing is kept of a pull that need not wait"
-
-    with open_shards() as (shard,):
-        dispatcher = dispatcher_of(shard)
-        try:
-            asyncio.run(scenario(dispatcher))
-        finally:
-            dispatcher.close()

@@ -142,8 +142,9 @@ def test_the_first_is_told_to_come_back_until_the_grace_is_over(site):
     with pytest.raises(Rejected) as refused:
         site.pull(ANNA)
     assert refused.value.reason is ErrorCode.ROUND_OPEN
-    assert 0.002 <= refused.value.retry_seconds < 0.5
-    site.clock.now += refused.value.retry_seconds + 1e-6
+    assert 0.001 <= refused.value.again_seconds < 0.5
+    assert not refused.value.is_over()
+    site.clock.now += refused.value.again_seconds + 1e-6
     before = own(site, BERT).clone()
     site.pull(ANNA)
     assert bits(own(site, BERT)) == bits(before)

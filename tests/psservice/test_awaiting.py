@@ -1,0 +1,75 @@
+"""Calls that wait for a condition are woken once it holds, and not before; nothing is kept of one that has gone."""
+
+from psservice.awaiting import Waiters
+
+
+class Loop:
+    """Takes what is posted to it, and runs that when told."""
+
+    def __init__(self):
+        self.posted = []
+
+    def run(self):
+        posted, self.posted = self.posted, []
+        for look in posted:
+            look()
+
+
+def served():
+    waiters, loop = Waiters(), Loop()
+    waiters.serve_on(lambda look: loop.posted.append(look))
+    return waiters, loop
+
+
+def test_each_is_woken_once_when_its_own_condition_holds():
+    waiters, loop = served()
+    state, woken = {"version": 0}, []
+    for version in (1, 2):
+        waiters.add(lambda version=version: woken.append(version), lambda version=version: state["version"] >= version)
+    waiters.wake()
+    loop.run()
+    assert woken == []
+    for version in (1, 2):
+        state["version"] = version
+        waiters.wake()
+        loop.run()
+    waiters.wake()
+    loop.run()
+    assert woken == [1, 2]
+
+
+def test_a_condition_that_holds_already_wakes_at_once():
+    waiters, _ = served()
+    woken = []
+    waiters.add(lambda: woken.append(True), lambda: True)
+    assert woken == [True]
+
+
+def test_many_changes_before_the_loop_looks_are_one_look_and_a_later_one_is_another():
+    waiters, loop = served()
+    waiters.wake()
+    assert not loop.posted, "nobody waits"
+    waiters.add(lambda: None, lambda: False)
+    for _ in range(5):
+        waiters.wake()
+    assert len(loop.posted) == 1
+    loop.run()
+    waiters.wake()
+    assert len(loop.posted) == 1
+
+
+def test_one_that_has_gone_is_not_woken_and_the_others_are():
+    waiters, loop = served()
+    woken = []
+
+    def first():
+        woken.append("first")
+
+    waiters.add(first, lambda: False)
+    waiters.add(lambda: woken.append("second"), lambda: True)
+    waiters.add(lambda: woken.append("third"), lambda: "second" in woken)
+    waiters.remove(first)
+    waiters.remove(first)
+    waiters.wake()
+    loop.run()
+    assert woken == ["second", "third"]
