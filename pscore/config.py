@@ -29,7 +29,7 @@ class LayeredSettings(BaseSettings):
     """Base of a program's settings; a subclass sets ``env_prefix``, :attr:`failure` and its fields."""
 
     failure: ClassVar[type[Exception]]
-    """Raised where a setting is unknown, its value cannot be, or the YAML file cannot be read."""
+    """Raised if a setting is unknown, its value cannot be, or the YAML file cannot be read."""
 
     config: Path | None = setting(None, "YAML file with any of these settings")
 

@@ -23,7 +23,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def model_file_fault(path: str | os.PathLike[str]) -> str:
-    """Return why a model cannot be written under a path's name; empty where it can be."""
+    """Return why a model cannot be written under a path's name; empty if it can be."""
     name = str(path)
     if is_url(name):
         return f"{name!r} is a URL; name a file on this machine"
@@ -39,7 +39,7 @@ def is_name(text: str, longest: int = LONGEST_NAME) -> bool:
 
 
 def tensor_name_fault(name: str) -> str:
-    """Return the fault of a tensor's name or alias; empty where there is none."""
+    """Return the fault of a tensor's name or alias; empty if there is none."""
     if name == RESERVED_TENSOR_NAME:
         return f"a tensor cannot be called {name!r}: files of models use that name for themselves; rename it"
     if not is_name(name, LONGEST_TENSOR_NAME):

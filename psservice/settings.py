@@ -134,7 +134,7 @@ class ServerSettings(LayeredSettings):
         0, "memory of all pushes, all pulls, all downloads (each), BUSY beyond; 0: 32 an element, 1 GiB at least", ge=0
     )
     stream_idle_seconds: float = setting(60.0, "cancel a call whose client does not send or read for so long", gt=0)
-    stream_seconds: float = setting(3600.0, "cancel a call that waits for its client so long after its begin", gt=0)
+    stream_seconds: float = setting(3600.0, "cancel a call still waiting for its client this long after it began", gt=0)
     rpc_threads: int = setting(64, "threads for calls; one that waits for its client needs none", ge=4)
     compute_threads: int = setting(0, "CPU threads of a tensor operation; 0: torch's default over --shards", ge=0)
     drain_seconds: float = setting(20.0, "time after SIGTERM to finish calls; 2 s for one that waits", ge=0)
@@ -228,7 +228,7 @@ class ServerSettings(LayeredSettings):
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Split ``HOST:PORT`` (``[::1]:50051`` for IPv6); raises ``ValueError`` where it is not of that form."""
+    """Split ``HOST:PORT`` (``[::1]:50051`` for IPv6); raises ``ValueError`` if it is not of that form."""
     host, separator, port = address.rpartition(":")
     if not separator or not host or not port.isdigit():
         raise ValueError(f"{address!r} is not HOST:PORT")

@@ -144,9 +144,9 @@ class ModelLayout:
         return Span(self.offsets[position], self.offsets[position + 1])
 
     def whole_below(self, dense_below: int, most: float = math.inf) -> int:
-        """Return the size below which a tensor is sent whole: ``dense_below``, where that leaves something to select.
+        """Return the size below which a tensor is sent whole: ``dense_below``, if that leaves something to select.
 
-        It is less where the smaller tensors are more than ``most`` elements together, or more than 65,536 and more than
+        It is less if the smaller tensors are more than ``most`` elements together, or more than 65,536 and more than
         a twentieth of the model: adapters and experts may consist of nothing else.
         """
         small = np.sort([spec.numel for spec in self.parameters if spec.numel < dense_below])

@@ -44,7 +44,7 @@ def assemble(layout: ModelLayout, flat: torch.Tensor, buffers: Iterable[torch.Te
 def flatten(layout: ModelLayout, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Lay a state dict's parameters flat, as fp32 ``[n]``, also from aliases of tied weights.
 
-    Raises :class:`ModelFileError` where a tensor is missing or has another shape.
+    Raises :class:`ModelFileError` if a tensor is missing or has another shape.
     """
     pieces = []
     for spec in layout.parameters:
@@ -58,7 +58,7 @@ def flatten(layout: ModelLayout, state: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def check_path(path: str | Path) -> None:
-    """Raise :class:`ModelFileError` where no model can be written: a URL, the name of a pickle, no or only a folder."""
+    """Raise :class:`ModelFileError` if no model can be written: a URL, the name of a pickle, no or only a folder."""
     if fault := model_file_fault(path):
         raise ModelFileError(fault)
     if Path(path).is_dir():
@@ -133,7 +133,7 @@ def write_part(
 
 
 def read(path: Path) -> StateDict:
-    """Read a whole model file; raises :class:`ModelFileError` where it is missing, damaged, or a shard's part."""
+    """Read a whole model file; raises :class:`ModelFileError` if it is missing, damaged, or a shard's part."""
     state, metadata = _read(path)
     if "shapes" in metadata:
         raise ModelFileError(f"{path} is one shard's part; join all parts with `psclient merge`")
@@ -141,7 +141,7 @@ def read(path: Path) -> StateDict:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Read the metadata of a model file or a part; raises :class:`ModelFileError` where it cannot be read."""
+    """Read the metadata of a model file or a part; raises :class:`ModelFileError` if it cannot be read."""
     with _opened(path) as file:
         return dict(file.metadata() or {})
 
@@ -149,7 +149,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 def verify(path: Path) -> dict[str, str]:
     """Check every value of a file or part that :func:`write` has written; return the metadata.
 
-    Raises :class:`ModelFileError` where the file cannot be read, or is not as it was written.
+    Raises :class:`ModelFileError` if the file cannot be read, or is not as it was written.
     """
     with _opened(path) as file:
         metadata = dict(file.metadata() or {})
@@ -171,7 +171,7 @@ def _require_checksum(path: Path, kept: str, tensors: Iterable[tuple[str, torch.
 
 
 def read_parts(paths: Iterable[Path]) -> StateDict:
-    """Join the parts of all shards; raises :class:`ModelFileError` where one is missing, damaged, or of another run."""
+    """Join the parts of all shards; raises :class:`ModelFileError` if one is missing, damaged, or of another run."""
     runs: set[str] = set()
     pieces: dict[str, dict[int, torch.Tensor]] = {}
     whole: StateDict = {}

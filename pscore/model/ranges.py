@@ -30,7 +30,7 @@ class Ranges:
         return sum(end - start for start, end in self.pairs)
 
     def first(self, count: int) -> "Ranges":
-        """Return the ``count`` lowest integers, or all where there are fewer."""
+        """Return the ``count`` lowest integers, or all if there are fewer."""
         found = []
         for start, end in self.pairs:
             if count <= 0:

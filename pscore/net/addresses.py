@@ -55,7 +55,7 @@ def is_service(address: str) -> bool:
 
 
 def split(address: str) -> tuple[str, int]:
-    """Return host, without brackets, and port; raises :class:`AddressError` where it is not ``HOST:PORT``."""
+    """Return host, without brackets, and port; raises :class:`AddressError` if it is not ``HOST:PORT``."""
     host, colon, port = address.removeprefix(SERVICE_PREFIX).rpartition(":")
     if not colon or not host or not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65536):
         advice = "workers are served on port 50051 unless --listen says otherwise"

@@ -33,7 +33,7 @@ class Security:
     """How a caller protects a channel and identifies itself.
 
     Without ``ca``, from which the server's certificate must descend, the channel is plaintext. ``cert`` and ``key`` are
-    the caller's own, for mutual TLS; ``server_name`` is that of the server's certificate, where the address has
+    the caller's own, for mutual TLS; ``server_name`` is that of the server's certificate, if the address has
     another. ``token_file`` wins over ``token``, and is read again whenever it has changed. All files are PEM but the
     token's.
     """
@@ -133,7 +133,7 @@ NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grp
 
 
 def advice(detail: str) -> str:
-    """Return what to change where gRPC's words show that trying again will not help; else an empty text."""
+    """Return what to change if gRPC's words show that trying again will not help; else an empty text."""
     if "failed to connect" not in detail:
         return ""
     return next((advice for text, advice in _ADVICE.items() if text in detail), "")

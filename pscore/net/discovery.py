@@ -69,7 +69,7 @@ def _ask_for_others(address: str, security: Security, seconds: float) -> tuple[s
 class DiscoveryResult:
     """The address of each shard that has answered and is in no doubt, obstacles in words, and failed calls by address.
 
-    ``num_shards`` is the number expected; 0 where no server has answered.
+    ``num_shards`` is the number expected; 0 if no server has answered.
     """
 
     shards: Mapping[int, str]
@@ -84,7 +84,7 @@ class DiscoveryResult:
 
     @property
     def addresses(self) -> tuple[str, ...] | None:
-        """The address of each shard, in order; ``None`` where some are missing or the servers disagree."""
+        """The address of each shard, in order; ``None`` if some are missing or the servers disagree."""
         if not self.num_shards or self.missing:
             return None
         return tuple(self.shards[index] for index in range(self.num_shards))
@@ -121,7 +121,7 @@ class Service:
         return self.ask(found, seconds)
 
     def resolve(self, seconds: float) -> list[str]:
-        """Return every address of the name, as ``IP:PORT``; raises ``OSError`` where there is none in time."""
+        """Return every address of the name, as ``IP:PORT``; raises ``OSError`` if there is none in time."""
         if self._lookup is None:  # else the lookup before has not returned yet
             self._lookup = queue.SimpleQueue()
             arguments = (self.host, self.port, self._lookup)
@@ -138,7 +138,7 @@ class Service:
     def ask(self, addresses: Sequence[str], seconds: float, num_shards: int = 0) -> DiscoveryResult:
         """Ask addresses, all at once, which shard they are; raises :class:`ChannelError` as :func:`open_channel` does.
 
-        Where ``num_shards`` of the run is known, a server with another number belongs to another run.
+        If ``num_shards`` of the run is known, a server with another number belongs to another run.
         """
         channels: list[grpc.Channel] = []
         calls: list[grpc._CallFuture[pb.GetStatusResponse]] = []

@@ -5,7 +5,7 @@ import sys
 
 
 class NamedLog(logging.Handler):
-    """Writes ``name: message`` to stderr where no other handler gets a record; from WARNING on.
+    """Writes ``name: message`` to stderr if no other handler gets a record; from WARNING on.
 
     In its place ``logging.lastResort`` would write the message alone.
     """

@@ -25,7 +25,7 @@ _EXPORTERS = "opentelemetry_traces_exporter"
 """The entry points under which installed packages offer exporters."""
 
 _LAST_SECONDS = 5.0
-"""Time for the last spans at a process's end; OpenTelemetry's is 30 s where a collector does not answer."""
+"""Time for the last spans at a process's end; OpenTelemetry's is 30 s if a collector does not answer."""
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 
@@ -119,7 +119,7 @@ class _OpenSpan(TraceSpan):
 
 
 def _open(opened: trace.Span) -> TraceSpan:
-    """Return a span that does nothing where this trace is not sampled."""
+    """Return a span that does nothing if this trace is not sampled."""
     return _OpenSpan(opened) if opened.is_recording() else NO_SPAN
 
 

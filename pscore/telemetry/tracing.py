@@ -1,7 +1,7 @@
 """Traces of a worker's step, here and at each server, as one tree of spans. Off until :func:`start`.
 
 A step opens the first span (:func:`begin_step`), a server continues that of a caller (:func:`continued`). Any other
-span is a child of the current one of its thread, and is opened only where there is one. While tracing is off nothing
+span is a child of the current one of its thread, and is opened only if there is one. While tracing is off nothing
 here has an effect, and OpenTelemetry is not imported.
 
 Spans carry numbers and names (step, shard, version, reason), never values, tokens or messages of errors.
@@ -29,8 +29,8 @@ _starting = threading.Lock()
 def start(service: str, instance: str) -> None:
     """Trace from here on, once a process. OpenTelemetry's variables apply (docs/operate/tracing.md).
 
-    ``service`` is the ``service.name`` where ``OTEL_SERVICE_NAME`` names no other; ``instance`` the
-    ``service.instance.id``. Raises :class:`TracingError` where OpenTelemetry is missing or its variables are wrong.
+    ``service`` is the ``service.name`` if ``OTEL_SERVICE_NAME`` names no other; ``instance`` the
+    ``service.instance.id``. Raises :class:`TracingError` if OpenTelemetry is missing or its variables are wrong.
     """
     global _spans
     with _starting:

@@ -81,7 +81,7 @@ def split_values(raw: bytes, *, several: bool) -> tuple[bytes, list[memoryview]]
     """Return a stream's serialised message without the value bytes of its chunks, and these, not copied.
 
     The list has those of the first chunks in order, or is empty. The bytes of a chunk stay in the message, and are
-    empty in the list, where they are few, or not the chunk's last field. ``several`` tells whether a message may have
+    empty in the list, if they are few, or not the chunk's last field. ``several`` tells whether a message may have
     other fields than a chunk; otherwise nothing is taken out of one that has others.
     """
     if len(raw) < _SMALL_BYTES:
@@ -135,7 +135,7 @@ def dense_chunk(span: Span, dtype: torch.dtype, group: int = 0) -> pb.Chunk:
 
 
 def bytes_of(values: torch.Tensor) -> memoryview:
-    """Return the bytes of fp32, fp16 or bf16 values; without a copy where they are contiguous and on the host."""
+    """Return the bytes of fp32, fp16 or bf16 values; without a copy if they are contiguous and on the host."""
     return values.detach().cpu().contiguous().view(torch.uint8).numpy().data
 
 

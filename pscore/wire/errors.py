@@ -52,7 +52,7 @@ class ErrorCode(Enum):
     ROUND_OPEN = ("RESOURCE_EXHAUSTED", "come back after the delay; the round waits for other workers")
     UPDATE_TOO_LARGE = ("INVALID_ARGUMENT", "lower the learning rate or clip gradients, or raise --max-update-norm")
     DRAINING = ("UNAVAILABLE", "wait until the server is back, or until `psservice drain --undo`")
-    EVICTED = ("PERMISSION_DENIED", "come back after the delay; what is in doubt stays in doubt")
+    EVICTED = ("PERMISSION_DENIED", "retry after the delay; an unanswered push is sent again under the same identity")
     NO_SUCH_WORKER = ("NOT_FOUND", "look at `psservice workers` for the names")
     NO_SUCH_CHECKPOINT = ("NOT_FOUND", "look at `psservice checkpoints` for those there are")
 
@@ -67,7 +67,7 @@ class ErrorCode(Enum):
 
     @classmethod
     def from_wire_name(cls, wire_name: str) -> "ErrorCode | None":
-        """Return the reason with this wire name; ``None`` where this version does not know the reason."""
+        """Return the reason with this wire name; ``None`` if this version does not know the reason."""
         return cls.__members__.get(wire_name.removeprefix("REFUSAL_REASON_"))
 
 
@@ -90,7 +90,7 @@ class Rejected(Exception):  # noqa: N818 - the protocol's word: the raising side
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """The details of a failed call; no reason where the call was not refused, or this version does not know the reason.
+    """The details of a failed call; no reason if the call was not refused, or this version does not know the reason.
 
     Unprintable characters of the metadata are escaped.
     """
@@ -112,7 +112,7 @@ def to_status(refusal: Rejected) -> grpc.Status:
 
 
 def details_of(error: grpc.RpcError) -> Details:
-    """Return what :func:`to_status` has put into a failed call; nothing where another side ended it."""
+    """Return what :func:`to_status` has put into a failed call; nothing if another side ended it."""
     status = rpc_status.from_call(cast(grpc.Call, error))
     reason, metadata, retry_seconds = None, {}, None
     for detail in status.details if status is not None else ():

@@ -78,7 +78,7 @@ class Encoded(NamedTuple):
 def encode(segment: SparseSlice, form: WireForm = WireForm(), *, chunk_bytes: int, group: int = 0) -> Iterator[Encoded]:
     """Cut a segment into chunks of at most ``chunk_bytes`` (at least 64) of payload, and of one entry at least.
 
-    The values are fp32, fp16 or bf16 on any device, finite where the value codec is not exact. ``group`` is the number
+    The values are fp32, fp16 or bf16 on any device, finite if the value codec is not exact. ``group`` is the number
     of the chunks' group in the header's plan.
 
     Raises:
@@ -124,7 +124,7 @@ def chunks_without_values(
 
 
 def _entries_within(chunk_bytes: int, value_format: ValueFormat, index_bytes: int) -> int:
-    """Return how many entries fit with indices of so many bytes each: whole blocks where one does."""
+    """Return how many entries fit with indices of so many bytes each: whole blocks if one does."""
     block = value_format.block
     block_bytes = value_format.size(block) + index_bytes * block
     if block_bytes <= chunk_bytes:
@@ -152,7 +152,7 @@ def decode(
     """Read one chunk, which must lie inside ``within``, to fp32 values on the host.
 
     ``values`` are the value bytes of a chunk that has none itself. The offsets of a sparse one count from ``origin``,
-    where that is given, so that the slice's span begins there.
+    if that is given, so that the slice's span begins there.
 
     Raises:
         Rejected: ``BAD_CHUNK``, ``UNKNOWN_CODEC`` or ``NON_FINITE``; nothing is allocated from an unchecked length.
@@ -193,7 +193,7 @@ class ChunkReader:
     def read(self, chunk: pb.Chunk, *values: memoryview) -> SparseSlice:
         """Decode the next chunk, whose value bytes are ``values`` or its own.
 
-        Raises :class:`Rejected` as :func:`decode` does, and where it goes backwards.
+        Raises :class:`Rejected` as :func:`decode` does, and if it goes backwards.
         """
         if chunk.start < self.position:
             order = f"chunk at {chunk.start} overlaps or precedes what came before {self.position}"

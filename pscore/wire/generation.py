@@ -2,7 +2,7 @@
 
 A generation is 64 bits: an *epoch* above and a random *nonce* below. The coordinator raises the epoch with each full
 upload, so a late upload cannot overwrite a newer one. The nonce names a history of versions: two uploads never share
-one, even where a restarted server counts epochs from the beginning.
+one, even if a restarted server counts epochs from the beginning.
 """
 
 import secrets

@@ -14,7 +14,7 @@ MOST_ORIGINS = 8
 
 
 def lost_versions(known: pb.ShardHistory, now: pb.ShardHistory, of_teller: Iterable[pb.ShardOrigin] = ()) -> int:
-    """Return how many versions of a shard were seen that it has lost; 0 where the histories are unrelated.
+    """Return how many versions of a shard were seen that it has lost; 0 if the histories are unrelated.
 
     Args:
         known: what was seen of the shard.

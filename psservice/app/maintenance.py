@@ -66,7 +66,7 @@ def _keep_freed_memory() -> None:
 
 
 def _malloc_trim() -> Callable[[], object] | None:
-    """Return a call that returns free memory to the system; ``None`` where the C library has none (musl).
+    """Return a call that returns free memory to the system; ``None`` if the C library has none (musl).
 
     glibc keeps freed memory in an arena of every thread that answers calls. Without this call a server's resident set
     would grow with the number of workers. A fixed ``M_MMAP_THRESHOLD`` of 128 KiB returns the memory too, but 16

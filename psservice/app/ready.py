@@ -1,4 +1,4 @@
-"""Telling whoever started a server where it serves."""
+"""Tells the process that started a server which addresses the server has."""
 
 import json
 import os

@@ -135,7 +135,7 @@ class Server:
         """Announce the addresses, wait for SIGTERM, SIGINT or the parent's end, then drain and stop.
 
         SIGHUP, which a terminal sends when it is closed, ends nothing: files of secrets are read again if they have
-        changed. Raises :class:`ShardFailedError` where the server has stopped because an update failed half-way.
+        changed. Raises :class:`ShardFailedError` if the server has stopped because an update failed half-way.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._ask_to_stop())
@@ -255,7 +255,7 @@ class Server:
 
 
 def device_of(settings: ServerSettings) -> torch.device:
-    """Return the device that ``--device`` means here; raises :class:`StartError` where it is not there.
+    """Return the device that ``--device`` means here; raises :class:`StartError` if it is not there.
 
     Shards of a machine with several GPUs that are given none of them by number take turns.
     """

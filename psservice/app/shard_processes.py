@@ -41,8 +41,8 @@ class _Life:
 class ShardProcesses:
     """Forks a process for each shard, before anything in this one has started a thread.
 
-    A shard that ends unasked is started again, after a delay that doubles with each end in a row. All end where one
-    cannot start at first, ends too often, or was told to stop; and where this process is told so, or its parent ends.
+    A shard that ends unasked is started again, after a delay that doubles with each end in a row. All end if one
+    cannot start at first, ends too often, or was told to stop; and if this process is told so, or its parent ends.
     """
 
     def __init__(self, settings: ServerSettings, serve: Serve) -> None:
@@ -56,7 +56,7 @@ class ShardProcesses:
     def run(self) -> int:
         """Serve until all processes have ended; return 0, or the first shard's status that ended all.
 
-        A status is 128 and the number of the signal where a signal has killed the shard, as shells have it.
+        A status is 128 and the number of the signal if a signal has killed the shard, as shells have it.
         """
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent that ignores it would have the kernel forget statuses
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -168,7 +168,7 @@ class ShardProcesses:
 
 
 def _with_ports(settings: ServerSettings) -> ServerSettings:
-    """Choose free ports where the settings have port 0, so that a shard that is started again has the same ones."""
+    """Choose free ports if the settings have port 0, so that a shard that is started again has the same ones."""
     chosen: dict[str, str] = {}
     named: set[int] = set()
     counts = {"listen": settings.shards, "metrics_listen": settings.shards, "health_listen": 1}
@@ -188,7 +188,7 @@ def _with_ports(settings: ServerSettings) -> ServerSettings:
 def _hold(host: str, first: int, count: int, held: contextlib.ExitStack, named: Collection[int]) -> int:
     """Bind so many ports in a row until ``held`` closes; return the first one.
 
-    Raises ``OSError`` where one is taken, or is among the ``named``, which the settings give to another address.
+    Raises ``OSError`` if one is taken, or is among the ``named``, which the settings give to another address.
     """
     if not set(range(first, first + count)).isdisjoint(named):
         raise OSError("a port of another address")

@@ -6,7 +6,7 @@ _STARTED, _SERVES, _BROKEN, _COUNTS_ALL = 1, 2, 4, 8
 
 
 class SharedHealth:
-    """A byte for each shard, which a fork shares: each process writes the byte of its own shard, and reads all."""
+    """A byte for each shard in shared memory. Each process writes the byte of its own shard and reads all."""
 
     def __init__(self, shards: int) -> None:
         self._states = mmap.mmap(-1, shards)

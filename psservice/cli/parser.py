@@ -70,7 +70,7 @@ _INTERVAL = "between two frames (default 2)"
 _SWITCH = {"action": "store_true"}
 _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     "top": {
-        "--once": {**_SWITCH, "help": "show one frame; the same where stdout is no terminal"},
+        "--once": {**_SWITCH, "help": "show one frame; the same if stdout is no terminal"},
         "--interval-seconds": {"type": positive_seconds, "default": 2.0, "metavar": "SECONDS", "help": _INTERVAL},
     },
     "snapshot": {
@@ -94,7 +94,7 @@ _SECURITY = {  # the environment is that of the workers
     "tls-cert": ("own certificate (PEM), for mutual TLS", Path),
     "tls-key": ("its key (PEM)", Path),
     "token-file": ("file that holds a bearer token; or PSCLIENT_TOKEN", Path),
-    "tls-server-name": ("name in the server's certificate, where the address has another", str),
+    "tls-server-name": ("name in the server's certificate, if the address has another", str),
 }
 
 

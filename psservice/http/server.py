@@ -21,7 +21,7 @@ _BUSY = b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: clos
 class WebServer(socketserver.ThreadingMixIn, WSGIServer):
     """Serves a WSGI application from a thread of its own; ``server_port`` is the one that was bound, also for 0.
 
-    Raises ``OSError`` where the address cannot be bound.
+    Raises ``OSError`` if the address cannot be bound.
     """
 
     daemon_threads = True
@@ -49,7 +49,7 @@ class WebServer(socketserver.ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread, or with 503 where all threads are in use."""
+        """Answer in a thread, or with 503 if all threads are in use."""
         with self._lock:
             is_free = len(self._begun) < MOST_CONNECTIONS
             if is_free:

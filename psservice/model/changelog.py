@@ -159,7 +159,7 @@ def is_compiled(entries: int) -> bool:
 
 
 def _known(changes: Sequence[ChangedIndices]) -> list[torch.Tensor] | None:
-    """Return the changes that name indices; ``None`` where one is of every element."""
+    """Return the changes that name indices; ``None`` if one is of every element."""
     if any(changed is None for changed in changes):
         return None
     return [changed for changed in changes if changed is not None and changed.numel()]

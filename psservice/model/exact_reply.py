@@ -23,7 +23,7 @@ from psservice.model.shared_reply import DenseMessages, Messages, ReplyMessages,
 Result = TypeVar("Result")
 
 Reserve = Callable[[int], None]
-"""Charges bytes before they are occupied; raises :class:`Rejected` (``BUSY``) where they may not be."""
+"""Charges bytes before they are occupied; raises :class:`Rejected` (``BUSY``) if they may not be."""
 
 Entries = tuple[torch.Tensor, torch.Tensor]
 """Offsets (int64 ``[k]``, ascending) and their fp32 values."""
@@ -94,7 +94,7 @@ class ExactReplies:
         return Whole(now, version, values)
 
     def of(self, whole: Whole, base: int | None, had: Span, form: WireForm) -> SharedReply:
-        """Return the same at the version of a copy of the model; not shared."""
+        """Build the reply from ``whole`` instead of the live parameters; never shared."""
         model, values = self.model, whole.values
         changes = None if base is None else model.changelog.since(base)  # later ones too: the copy's values are sent
         found = None if changes is None else gather(changes, values)
@@ -107,7 +107,7 @@ class ExactReplies:
     def _late(self, position: int, everything: torch.Tensor | None = None) -> tuple[int, int, Entries | None]:
         """Return position and version now, and the values that changed after a position; on the apply thread.
 
-        Where everything changed the result has ``None``, and ``everything`` is filled in instead.
+        If everything changed the result has ``None``, and ``everything`` is filled in instead.
         """
         model = self.model
 
@@ -148,7 +148,7 @@ def exact_bytes(changes: Sequence[ChangedIndices] | None, size: int) -> int:
 
 
 def _merged(found: Entries, late: Entries) -> Entries:
-    """Merge entries; those that were read late count where both have one."""
+    """Merge entries; those that were read late count if both have one."""
     if not late[0].numel():
         return found
     if late[0].device.type == "cpu" and is_compiled(found[0].numel() + late[0].numel()):

@@ -36,14 +36,14 @@ _SPARSE = 0.25
 class ModelShard:
     """Parameters of one span, their version, and their recent history.
 
-    Raises :class:`Rejected` (``BAD_REQUEST``) where mode and model do not go together.
+    Raises :class:`Rejected` (``BAD_REQUEST``) if mode and model do not go together.
 
     Attributes:
         theta: fp32 ``[span.length]`` on the shard's device, not copied.
         version: counts from the version given.
         first_version: that with which the run began; above 0 with ``--init`` of another run's directory.
         clock: seconds, of the round.
-        round: the open round; ``None`` where training is asynchronous, and in groups.
+        round: the open round; ``None`` if training is asynchronous, and in groups.
         densified: whether the last update was sparse and changed everything.
         replies: exact replies of the present version.
         before_update: called, on the apply thread, before an update changes ``theta``.
@@ -78,7 +78,7 @@ class ModelShard:
     def take(self, worker: str, push: SparseSlice | None, context: PushContext = PLAIN, step: int = 0) -> int:
         """Apply a worker's push, or add it to the open round; return the version that will have it.
 
-        ``push`` is over the shard's span (``None``: no entries); ``step`` matters where each worker has its own model.
+        ``push`` is over the shard's span (``None``: no entries); ``step`` matters if each worker has its own model.
         Raises :class:`Rejected` (``NON_FINITE``, ``BAD_REQUEST``); nothing is changed then.
         """
         rates, agreed = context.group_rates or self.rule.rates, self.rule.rates
@@ -159,7 +159,7 @@ class ModelShard:
         )
 
     def restore(self, state: RuleState) -> None:
-        """Restore an exported state; raises ``ValueError`` or ``KeyError`` where the state does not fit."""
+        """Restore an exported state; raises ``ValueError`` or ``KeyError`` if the state does not fit."""
         for name, part in self._parts().items():
             if name in state.plain:
                 tensors = {n.removeprefix(f"{name}."): t for n, t in state.tensors.items() if n.startswith(f"{name}.")}

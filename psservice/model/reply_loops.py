@@ -163,7 +163,7 @@ def take_of_word(x, y, threshold, first, offsets, values, count):
 
 @compiled
 def scan(x, y, threshold, k, most, first, offsets, values, histogram):
-    """Copy what exceeds the threshold of ``x − y``, which rises where there are more than ``most`` entries.
+    """Copy what exceeds the threshold of ``x − y``, which rises if there are more than ``most`` entries.
 
     Return the number and the threshold. ``first`` is the offset of ``x[0]``.
     """
@@ -188,11 +188,11 @@ def select(a, b, among, is_among, starts, ends, ks, rooms, samples, bounds, offs
 
     Tensor ``t`` is ``[starts[t], ends[t])``; tensors ascend. One with ``k`` of its size gives all that is not zero. The
     others give what exceeds a threshold, which a sample of ``samples[t]`` elements tells, and a surplus is cut down to
-    ``k``: each element is read once. The threshold rises where the surplus fills ``rooms[t]`` entries. Where too few
+    ``k``: each element is read once. The threshold rises if the surplus fills ``rooms[t]`` entries. If too few
     exceed the threshold, that tensor is read again with a lower one.
 
-    Where ``is_among``, ``among`` (int64, ascending) has the offsets of all entries that may exceed the bound of their
-    tensor. Those are looked at alone, and the whole tensor only where too few exceed it.
+    If ``is_among``, ``among`` (int64, ascending) has the offsets of all entries that may exceed the bound of their
+    tensor. Those are looked at alone, and the whole tensor only if too few exceed it.
 
     ``a`` may change meanwhile: an entry's value is the one that was compared, and nothing is written without room.
 

@@ -32,7 +32,7 @@ _PENDING_ENTRY_BYTES = 24
 
 
 _KEPT_ENTRY_BYTES = 12
-"""Of a reply that ends an image, as it is written, at most: it is kept until it is acknowledged."""
+"""Upper bound of the written bytes of a reply that ends an image: kept until it is acknowledged."""
 
 
 class ReplyMode(Enum):
@@ -49,7 +49,7 @@ class PullRequest:
     Attributes:
         base_version: ``None`` if the worker has nothing.
         acknowledged: number of the last reply that the worker has applied.
-        base_end: index from which on the worker has nothing; 0 where it has all of ``base_version``.
+        base_end: index from which on the worker has nothing; 0 if it has all of ``base_version``.
         density: of a top-k reply, 0 for the server's; ``value``: the codec of its values then.
         pushes_all: whether the worker's pushes have every entry.
     """
@@ -71,7 +71,7 @@ class Reply:
     Attributes:
         number: what the worker acknowledges with its next pull.
         version: of the replica afterwards.
-        density: entries over elements; ``changed_density`` of the changes since the replica's version, 1 where unknown.
+        density: entries over elements; ``changed_density`` of the changes since the replica's version, 1 if unknown.
         image: whether the server keeps (or proposes) an image from this reply on.
         messages: those behind the header, serialised; every reader gets the same bytes.
     """
@@ -116,7 +116,7 @@ class ReplySession:
     image: torch.Tensor | None = None
     pending: _Pending | _Proposal | None = None
     selection: DifferenceSelection | None = None
-    room: int = 0  # entries of a pending reply that the image's memory is counted with
+    room: int = 0  # how many pending entries the image's budget already pays for
     number: int = field(default_factory=lambda: secrets.randbits(48))  # of the last reply
     lock: threading.Lock = field(default_factory=threading.Lock)
     _base_marker: tuple[int, int] | None = None
@@ -180,7 +180,7 @@ class ReplyMaker:
             return self._exact(None if self.request.replica_is_image else base)
 
     def _exact(self, base: int | None) -> Reply:
-        """Send the values of everything that changed since ``base``, and propose an image where the rule wants one."""
+        """Send the values of everything that changed since ``base``, and propose an image if the rule wants one."""
         model, session, size = self.model, self.session, self.model.span.length
         had = Span(model.span.start, self.request.base_end or model.span.end)
         exact = ExactReplies(model, self.apply_thread, self.topk.chunk_bytes, self.reserve)
@@ -212,7 +212,7 @@ class ReplyMaker:
         return log.began <= base < log.covered_from or (base >= log.covered_from and self.model.densified)
 
     def _from_image(self, image: torch.Tensor, base: int) -> Reply:
-        """Send the largest differences from the image or, where the rule wants no more of that, all of them."""
+        """Send the largest differences from the image or, if the rule wants no more of that, all of them."""
         # An upper bound on the union is enough for the rule here, and costs nothing.
         most = most_changed(self.model.changelog.since(base), self.model.span.length)
         density = None if most is None else most / self.model.span.length

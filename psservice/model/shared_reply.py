@@ -31,7 +31,7 @@ class Messages(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the messages, and what they are still to be written from, occupy at most."""
+        """Upper bound of the bytes of the messages, and of what they are still written from."""
 
     def __iter__(self) -> Iterator[bytes]: ...
 
@@ -149,7 +149,7 @@ class SharedReply:
     Attributes:
         position: changes that the log had recorded when the values were those of ``version``.
         is_dense: whether every element was sent because the changes were not known, or were everything.
-        nbytes: bytes that the reply occupies, at most.
+        nbytes: upper bound of the bytes that the reply occupies.
     """
 
     position: int

@@ -151,5 +151,5 @@ class SynchronousRound:
 
 
 def _mean(rates: tuple[float, ...]) -> float:
-    """Return a mean that does not depend on the order, and is the rate itself where all are the same."""
+    """Return a mean that does not depend on the order, and is the rate itself if all are the same."""
     return rates[0] if min(rates) == max(rates) else math.fsum(rates) / len(rates)

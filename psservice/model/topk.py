@@ -1,4 +1,4 @@
-"""Selecting from the difference between a shard and the image of a replica, among what changed where that is less.
+"""Selecting from the difference between a shard and the image of a replica, among what changed if that is less.
 
 After a selection no entry that was not sent differs by more than the smallest one that was: the tensor's *bound*. So
 the next selection searches only the entries that the log of changes names and those that were sent rounded. If enough
@@ -45,10 +45,10 @@ _WORTH_IT = 1 / 40
 """Changed entries over elements from which one search of everything is cheaper: it reads in order (measured)."""
 
 _ROOM = 4
-"""A tensor's room while it is selected from, as a multiple of ``k``: where a surplus fills it, the smallest go."""
+"""A tensor's room while it is selected from, as a multiple of ``k``: if a surplus fills it, the smallest go."""
 
 _HITS = 256  # of ``k``, that a sample should have: its threshold then misses ``k`` by some percent
-_LEAST_SHARE, _LARGEST_SHARE = 256, 16  # of a tensor's elements, that a sample has one in
+_LEAST_SHARE, _LARGEST_SHARE = 256, 16  # a sample takes one element in 16 to 256
 _SAMPLED_FROM = 4096  # elements; smaller tensors are their own sample
 
 
@@ -61,7 +61,7 @@ class ImageBudget:
         self._lock = threading.RLock()  # garbage collection may free an image's room under the lock
 
     def make(self, nbytes: int, make: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-        """Make an image, whose room is free again with its last reference; ``None`` where there is no room."""
+        """Make an image, whose room is free again with its last reference; ``None`` if there is no room."""
         if not self._take(nbytes):
             return None
         try:
@@ -73,7 +73,7 @@ class ImageBudget:
         return image
 
     def extend(self, image: torch.Tensor, nbytes: int) -> bool:
-        """Count more bytes for an image, where there is room; tell whether there is."""
+        """Count more bytes for an image, if there is room; tell whether there is."""
         if not self._take(nbytes):
             return False
         weakref.finalize(image, self._free, nbytes)
@@ -99,7 +99,7 @@ class TopKSettings:
         dense_below: tensors with fewer elements are sent whole, within :meth:`.ModelLayout.whole_below`.
         value: value codec, by its number in the proto.
         chunk_bytes: largest payload of a chunk.
-        images: where no room is left, no further worker is answered so.
+        images: if no room is left, no further worker is answered so.
         is_asked: whether the worker has named density and codec: it counts bytes.
     """
 
@@ -121,13 +121,13 @@ class TopKSettings:
         return replace(self, density=density, value=value, is_asked=True)
 
     def form(self, form: WireForm) -> WireForm:
-        """Return how a top-k reply is written where an exact one is written in ``form``."""
+        """Return how a top-k reply is written if an exact one is written in ``form``."""
         rate = FEWEST_BYTES if self.is_asked else form.link_bytes_per_second
         return replace(form, value=self.value, link_bytes_per_second=rate)
 
     @property
     def limit(self) -> float | None:
-        """The density of change from which an exact reply takes more bytes; ``None`` where no worker counts them."""
+        """The density of change from which an exact reply takes more bytes; ``None`` if no worker counts them."""
         return _as_large(self.density, self.value) if self.is_asked else None
 
     def entries(self, layout: ModelLayout, span: Span) -> Iterator[tuple[Span, int]]:
@@ -140,7 +140,7 @@ class TopKSettings:
 
 @lru_cache(maxsize=64)
 def _as_large(density: float, value: int) -> float:
-    """Return the density of an exact reply that takes as many bytes as a top-k reply; 1 where a dense one does."""
+    """Return the density of an exact reply that takes as many bytes as a top-k reply; 1 if a dense one does."""
     bits, fp32 = element_bits(density, VALUE_FORMATS[value]), VALUE_FORMATS[pb.VALUE_CODEC_FP32]
     return density_of(bits, fp32) if bits < bits_of(fp32) else 1.0
 
@@ -152,7 +152,7 @@ class Table:
         starts: int64, offsets within the shard; ``ends`` likewise.
         ks: int64, the entries that are sent; all of a row of small tensors.
         bounds: fp32, the magnitudes above which the last compiled selection left nothing behind.
-        entries: those that are sent at most.
+        entries: the most that are sent.
         room: entries of memory that a compiled selection needs.
     """
 

@@ -1,6 +1,6 @@
 """Values that recent versions have overwritten: for DC-ASGD (Zheng et al., ICML 2017).
 
-The value at an older version is that of the earliest record after it, or the value now where there is none.
+The value at an older version is that of the earliest record after it, or the value now if there is none.
 """
 
 from collections import deque
@@ -38,7 +38,7 @@ class UndoLog:
             self._entries -= self._records.popleft().values.numel()
 
     def at(self, theta: torch.Tensor, version: int, now: int, offsets: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the values at an older version and these offsets; ``None`` where records of it are dropped."""
+        """Return the values at an older version and these offsets; ``None`` if records of it are dropped."""
         later = [record for record in self._records if record.version > version]
         if len(later) < now - version:
             return None

@@ -167,14 +167,14 @@ class Metrics:
         self.snapshot_unix_seconds = gauge("psservice_snapshot_unix_seconds", "When the newest snapshot was taken")
         self.snapshot_interval_seconds = gauge(
             "psservice_snapshot_interval_seconds",
-            "Longest time between two snapshots of a model that changes; 0 where none are taken",
+            "Longest time between two snapshots of a model that changes; 0 if none are taken",
         )
         self.snapshot_write_seconds = gauge(
             "psservice_snapshot_write_seconds", "Time in which the newest snapshot was written"
         )
         self.unsaved_since_unix_seconds = gauge(
             "psservice_unsaved_since_unix_seconds",
-            "When the oldest push that is in no snapshot was applied; 0 where there is none",
+            "When the oldest push that is in no snapshot was applied; 0 if there is none",
         )
         self.snapshot_errors = read_counter("psservice_snapshot_errors", "Snapshots that could not be written")
 

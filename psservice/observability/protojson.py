@@ -6,7 +6,7 @@ from google.protobuf.message import Message
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """Return a message as a dict in the order of its fields: enums as short words, ``None`` where a part is missing.
+    """Return a message as a dict in the order of its fields: enums as short words, ``None`` if a part is missing.
 
     Of its repeated fields it has messages only, as those of operators' calls.
     """

@@ -64,7 +64,7 @@ class Observations:
 
 
 class RequestHistogram(Collector):
-    """A histogram, by the values of ``label`` where there is one, each made at its first use; else with ``observe``."""
+    """A histogram, by the values of ``label`` if there is one, each made at its first use; else with ``observe``."""
 
     observe: Callable[[float], None]
 

@@ -58,7 +58,7 @@ def finish(clients: ShardClients, options: Namespace) -> int:
 
 
 def snapshot(clients: ShardClients, options: Namespace) -> int:
-    """Take one checkpoint over all shards, with a name or an id; where one shard does not answer, none is taken."""
+    """Take one checkpoint over all shards, with a name or an id; if one shard does not answer, none is taken."""
     fleet = one_run(clients)
     if fleet.unreached:
         return _nothing_done(fleet, fleet.unreached, "no snapshot was taken", options)
@@ -201,7 +201,7 @@ def report(
 ) -> int:
     """Print the outcomes of a call to each shard, answers in these words; return the exit status.
 
-    ``unknown`` has words for a name that a shard does not know; that is a failure only where no shard knows the name.
+    ``unknown`` has words for a name that a shard does not know; that is a failure only if no shard knows the name.
     """
     unknown = unknown or {}
     strange = [each for each in outcomes if each.error is not None and each.error.reason in unknown]

@@ -48,7 +48,7 @@ def drain(clients: ShardClients, options: Namespace) -> int:
 
 
 def _checkpoint(clients: ShardClients, before: Fleet, drained: Sequence[str]) -> _Outcomes:
-    """Take one checkpoint over drained shards that keep a model; where nothing has changed, name an earlier drain's."""
+    """Take one checkpoint over drained shards that keep a model; if nothing has changed, name an earlier drain's."""
     now = before.reached | read_fleet(clients).reached  # an upload that was under way has brought the model since
     durable = [a for a in drained if now[a].durability not in ("", "none") and now[a].generation]
     known = {a: before.reached[a] for a in durable}
@@ -120,7 +120,7 @@ def _is_drained(state: pb.DrainResponse | pb.GetStatusResponse) -> bool:
 
 
 def _last_checkpoint(status: pb.GetStatusResponse) -> str:
-    """Return the checkpoint that has a drained shard as it is; empty where the shard is open, or there is none."""
+    """Return the checkpoint that has a drained shard as it is; empty if the shard is open, or there is none."""
     return status.snapshot_checkpoint if _is_drained(status) and status.snapshot_version == status.version else ""
 
 

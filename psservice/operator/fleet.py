@@ -92,7 +92,7 @@ def read_fleet(clients: ShardClients) -> Fleet:
 
 
 def disagreement(statuses: dict[str, pb.GetStatusResponse]) -> str:
-    """Return why these servers are not different shards of one run; empty where they are."""
+    """Return why these servers are not different shards of one run; empty if they are."""
     places: dict[int, str] = {}
     for address, status in statuses.items():
         other = places.setdefault(status.shard_index, address)

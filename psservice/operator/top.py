@@ -32,7 +32,7 @@ _TABLE_LINES = 4  # of a table, around its rows
 
 
 def top(clients: ShardClients, options: Namespace) -> int:
-    """Show shards and workers until q or Ctrl-C; once with ``--once``, or where stdout is no terminal.
+    """Show shards and workers until q or Ctrl-C; once with ``--once``, or if stdout is no terminal.
 
     Rates are those between two statuses, so a single frame takes ``--interval-seconds`` too.
     """
@@ -83,7 +83,7 @@ def _live(clients: ShardClients, interval_seconds: float) -> int:
 
 @contextmanager
 def _keys() -> Iterator[bool]:
-    """Deliver single keys where stdin is a terminal; yield whether it is."""
+    """Deliver single keys if stdin is a terminal; yield whether it is."""
     if not sys.stdin.isatty():
         yield False
         return

@@ -57,7 +57,7 @@ class Admission:
             )
 
     def norm(self, update: SparseSlice | None) -> float:
-        """Return the L2 norm of an update on the host, or 0 where there is no cap."""
+        """Return the L2 norm of an update on the host, or 0 if there is no cap."""
         if not self.max_update_norm or update is None:
             return 0.0
         values = update.values.numpy()  # in blocks, in numpy: stays on this thread, and squares do not overflow in fp64

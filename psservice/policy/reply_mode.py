@@ -25,8 +25,8 @@ class ReplyRule:
         A worker that ``pushes_all`` entries is answered exactly by ``auto``: a top-k reply would hold back most of what
         the worker itself has just sent.
 
-        ``changed_density`` is ``None`` where a dense reply is due anyway (no base, dense pushes, a restart): by itself
-        no reason for top-k replies, but one where a worker counts bytes.
+        ``changed_density`` is ``None`` if the exact reply would be dense anyway (no base, dense pushes, a restart).
+        That alone does not switch to top-k, unless the worker has a byte budget.
         """
         if limit is None:
             limit = self.limit

@@ -57,7 +57,7 @@ class StalenessScaling:
         return self.adaptive or self.by_speed
 
     def factor(self, staleness: int, interval_seconds: float, intervals_seconds: Sequence[float]) -> float:
-        """Return the factor of a push of staleness ``τ``; intervals between pushes are 0 where not known yet."""
+        """Return the factor of a push of staleness ``τ``; intervals between pushes are 0 if not known yet."""
         factor = 1.0
         if self.adaptive:
             factor *= min(1.0, max(1, len(intervals_seconds) - 1) / max(1, staleness))

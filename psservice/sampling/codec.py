@@ -49,7 +49,7 @@ def finished_of(header: pb.PushHeader) -> dict[str, Share]:
 
 
 def share_of(messages: Sequence[pb.SampleRange], size: int) -> dict[int, Ranges]:
-    """Read ranges of samples, by epoch; raises :class:`Rejected` (``BAD_REQUEST``) where one leaves the dataset."""
+    """Read ranges of samples, by epoch; raises :class:`Rejected` (``BAD_REQUEST``) if one leaves the dataset."""
     if len(messages) > MOST_RANGES:
         raise Rejected(
             ErrorCode.BAD_REQUEST, f"{len(messages)} ranges of samples; a message names at most {MOST_RANGES}"

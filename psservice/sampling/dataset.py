@@ -22,9 +22,9 @@ MOST_SIZE, MOST_EPOCHS, MOST_SAMPLES = 1 << 48, 1 << 32, 1 << 24
 MOST_RANGES = 4096
 """Ranges that a worker may hold of a dataset, and that one message may name."""
 
-_MOST_GRANTED = 64  # ranges handed out at once; more than one only where workers that are gone have left pieces
+_MOST_GRANTED = 64  # ranges handed out at once; more than one only if workers that are gone have left pieces
 _MOST_UNFINISHED = 64  # epochs at once: a worker that finishes nothing must not fill the memory with them
-_SMALLEST = 8  # samples, at the end of an epoch, where the worker has asked for many: a call for each is too dear
+_SMALLEST = 8  # samples, at the end of an epoch, if the worker has asked for many: a call for each is too dear
 
 _NONE = Ranges()
 
@@ -147,7 +147,7 @@ class Dataset:
         return replace(self, epochs={n: each for n, each in epochs.items() if not each.is_finished(self.plan.size)})
 
     def share_for(self, identity: Identity, request: SampleRequest, live: int) -> dict[int, Ranges]:
-        """Choose places for a worker: of the oldest epoch first, fewer where little is left of it."""
+        """Choose places for a worker: of the oldest epoch first, fewer if little is left of it."""
         if not request.samples or sum(map(len, self.held_by(identity).values())) > MOST_RANGES - _MOST_GRANTED:
             return {}
         goal = self.newest if request.epoch is None else request.epoch

@@ -69,12 +69,12 @@ class ValueFormat:
 
     Attributes:
         bits: of each value, without the bounds.
-        exact: True where decoding restores every finite fp32 value.
+        exact: True if decoding restores every finite fp32 value.
         write: contiguous finite values to bytes, and to the values that are read from them. A magnitude beyond the
             format's largest becomes the largest.
         read: bytes of the right length, and the count, to finite values of their own memory. Raises
             :class:`Rejected` (``BAD_CHUNK``, ``NON_FINITE``).
-        block: values that share bounds; 1 where there are none.
+        block: values that share bounds; 1 if there are none.
         bound_bytes: bytes of a block's bounds.
     """
 

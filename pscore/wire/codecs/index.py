@@ -86,7 +86,7 @@ INDEX_FORMATS: dict[int, IndexFormat] = {
 def choose(count: int, length: int, link_bytes_per_second: float | None, allowed: Collection[int]) -> int:
     """Return the codec that arrives first: bytes over the link's rate, plus the time to write and to read them.
 
-    For ``1 ≤ count ≤ length`` entries at random places. The rate is ``None`` or 0 where it is not known. ``allowed``
+    For ``1 ≤ count ≤ length`` entries at random places. The rate is ``None`` or 0 if it is not known. ``allowed``
     are codecs that the peer reads; RAW32 is returned if none of them is known here.
     """
     rate = link_bytes_per_second or ASSUMED_LINK

@@ -161,7 +161,7 @@ def read_rice(data, unary_size, count, base, offsets):
     """Fill in ``count`` offsets (int64, rising) plus ``base`` from bytes (uint8); check all but the end of the span.
 
     ``data`` is at least as long as header, parameters and ``unary_size`` say, and ``offsets`` has ``count`` places, or
-    fewer where the quotients have fewer bits. Returns 0, or what is wrong, and two numbers that describe it.
+    fewer if the quotients have fewer bits. Returns 0, or what is wrong, and two numbers that describe it.
     """
     blocks = -(-count // BLOCK)
     start = 4 + blocks

@@ -46,8 +46,8 @@ class PushContext:
 
     Attributes:
         factor: by which the server multiplies the push.
-        base_version: at which the gradient was computed; ``None`` where compensation is not wanted.
-        learning_rate: in the push's values; 0 where unknown.
+        base_version: at which the gradient was computed; ``None`` if compensation is not wanted.
+        learning_rate: in the push's values; 0 if unknown.
         samples: of the step; 0 for a flush, which no round counts.
         group_rates: learning rates for the rule's param groups; empty for those agreed.
     """
@@ -72,7 +72,7 @@ class UpdateRule(Protocol):
 
     Attributes:
         kind: of the exported state.
-        rates: the agreed learning rate of each param group; empty where the rule has none.
+        rates: the agreed learning rate of each param group; empty if the rule has none.
         densifies: whether a sparse push changes more than the entries that it names.
     """
 
@@ -84,7 +84,7 @@ class UpdateRule(Protocol):
     def apply(self, push: SparseSlice | None, context: PushContext = PLAIN) -> ChangedIndices:
         """Change the parameters, and return which may have changed; ``None`` is a push without entries.
 
-        Raises :class:`Rejected` (``NON_FINITE``), with nothing changed, where a parameter would leave fp32's range.
+        Raises :class:`Rejected` (``NON_FINITE``), with nothing changed, if a parameter would leave fp32's range.
         """
 
     def export(self) -> RuleState:
@@ -92,19 +92,19 @@ class UpdateRule(Protocol):
         return RuleState()
 
     def restore(self, state: RuleState) -> None:
-        """Restore an exported state; raises ``ValueError`` or ``KeyError`` where the state does not fit."""
+        """Restore an exported state; raises ``ValueError`` or ``KeyError`` if the state does not fit."""
 
     def export_portable(self) -> PortableState:
         """Return the rule's state by entries of the layout."""
         return PortableState(self.kind)
 
     def import_portable(self, states: Sequence[PortableState]) -> bool:
-        """Import the states of all shards of another run; False where their rule is of another kind."""
+        """Import the states of all shards of another run; False if their rule is of another kind."""
         return {state.kind for state in states} == {self.kind}
 
 
 def import_by_entries(states: Sequence[PortableState], span: Span, into: Mapping[str, torch.Tensor]) -> None:
-    """Write what states of other borders have of ``span`` into tensors, by name and by entry."""
+    """Fill ``into`` with this span's values, taken from the states of a run with other shard borders."""
     for piece in (piece for state in states for piece in state.pieces):
         common = piece.span.intersect(span)
         for name, tensor in into.items() if common.length else ():
@@ -115,5 +115,5 @@ def import_by_entries(states: Sequence[PortableState], span: Span, into: Mapping
 RuleMaker = Callable[[ModelLayout, Span, torch.Tensor], UpdateRule]
 """Makes a run's rule for parameters ``theta`` (fp32 ``[span.length]``, changed in place) of a layout's span.
 
-Raises :class:`Rejected` (``BAD_REQUEST``) where rule and model do not go together.
+Raises :class:`Rejected` (``BAD_REQUEST``) if rule and model do not go together.
 """

@@ -1,8 +1,8 @@
 """Delayed Nesterov: momentum for local steps that arrive one by one (Liu et al., 2024; arXiv 2401.09135, algorithm 3).
 
-With asynchronous pushes ``s`` of the way that local steps have gone, momentum at each push amplifies stale ways, and
-does not learn. Here each push moves the model by its share at once, and every ``N``-th the momentum is renewed by the
-mean of the last ``N`` and moves it, too::
+If workers push the displacement ``s`` of their local steps asynchronously, momentum at every push amplifies stale
+displacements, and training fails. Here each push moves the model by its share at once. Every ``N``-th push renews the
+momentum by the mean of the last ``N``, and the momentum moves the model too::
 
     d ← d + s
     θ ← θ − lr·s / N

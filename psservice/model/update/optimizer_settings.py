@@ -28,15 +28,15 @@ _MOST_DIGITS = 15  # of a number of versions or samples
 _LARGEST_NUMBER = 1e300
 
 TORCH_ERRORS = (TypeError, ValueError, RuntimeError, LookupError, ArithmeticError, AttributeError)
-"""What torch raises where it does not accept a value."""
+"""What torch raises if it does not accept a value."""
 
 ELEMENTWISE = frozenset(
     {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop"}
 )
-"""Optimizers that treat every element by itself: tensors may be joined, and cut."""
+"""Optimizers whose step of an element depends on that element alone, so tensors may be joined and cut."""
 
 LAZY = ELEMENTWISE - {"ASGD", "Rprop"}
-"""Those whose state begins at zero everywhere, so that an entry's may begin when it is first sent."""
+"""Elementwise optimizers whose state begins at zero, so an entry's state may begin when it is first sent."""
 
 
 def optimizers() -> dict[str, type[Optimizer]]:
@@ -59,7 +59,7 @@ def bad(detail: str) -> Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Tensors (positions in the layout, ascending) that share options where these differ from the optimizer's."""
+    """Tensors (positions in the layout, ascending) that share options if these differ from the optimizer's."""
 
     tensors: tuple[int, ...]
     options: Mapping[str, Any]
@@ -171,7 +171,7 @@ def _torch_accepts(what: str) -> Iterator[None]:
 
 
 def sane_rate(rate: Any) -> float:
-    """Return a scheduler's learning rate within bounds; 0 where that is no such number."""
+    """Return a scheduler's learning rate within bounds; 0 if that is no such number."""
     return min(rate, LARGEST_RATE) if isinstance(rate, int | float) and rate >= 0 else 0.0
 
 
@@ -198,7 +198,7 @@ def _try_out(spec: OptimizerSpec, groups: Sequence[Mapping[str, Any]], scheduler
     """
     elements = [torch.zeros(1, 1, dtype=torch.float32, device="cpu") for _ in groups]
     distinct = {json.dumps(own, sort_keys=True): number for number, own in enumerate(groups)}
-    for number in distinct.values():  # torch checks the options of a group only where they are the optimizer's
+    for number in distinct.values():  # torch checks the options of a group only if they are the optimizer's
         OptimizerSpec(spec.name, {**spec.options, **groups[number]}).make([{"params": [elements[number]]}])
         elements[number].grad = torch.ones_like(elements[number])
     made = spec.make([{**own, "params": [element]} for own, element in zip(groups, elements, strict=True)])

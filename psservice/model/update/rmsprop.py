@@ -59,7 +59,7 @@ def _own(settings: TorchSettings) -> list[Mapping[str, Any]]:
 
 
 class RMSprop(UpdateRule):
-    """Applies sparse or dense gradients; ``BAD_REQUEST`` where groups name tensors that are not there."""
+    """Applies sparse or dense gradients; ``BAD_REQUEST`` if groups name tensors that are not there."""
 
     kind = "rmsprop"
 
@@ -158,7 +158,7 @@ def _step(
     rest: float,
     eps: float,
 ) -> bool:
-    """Step the entries at ``offsets``; False, with nothing changed, where a number is too large.
+    """Step the entries at ``offsets``; False, with nothing changed, if a number is too large.
 
     ``factor`` is ``c`` after the step, ``rest`` is ``1 − α``; ``rates`` of the tensors that end at ``ends``.
     """

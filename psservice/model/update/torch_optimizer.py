@@ -132,7 +132,7 @@ class TorchOptimizer(UpdateRule):
 
     @contextmanager
     def _at_rates(self, optimizer: Optimizer, asked: Sequence[float]) -> Iterator[None]:
-        """Step at the rates that a push asks for; where the scheduler has moved a group's, in proportion to that."""
+        """Step at the rates that a push asks for; if the scheduler has moved a group's, in proportion to that."""
         scheduled = [group["lr"] for group in optimizer.param_groups]
         for group, agreed, rate in zip(optimizer.param_groups, self.rates, asked, strict=True):
             if rate != agreed:
@@ -145,9 +145,9 @@ class TorchOptimizer(UpdateRule):
                 group["lr"] = rate
 
     def _tensors(self, group: Group) -> Iterator[tuple[Span, torch.Tensor]]:
-        """Yield a group's tensors inside the shard: in their shapes, or flat where a shard's end cuts one.
+        """Yield a group's tensors inside the shard: in their shapes, or flat if a shard's end cuts one.
 
-        Where steps are lazy, a scalar has one dimension: what is kept for its entry must not look like a counter.
+        If steps are lazy, a scalar has one dimension: what is kept for its entry must not look like a counter.
 
         One by one, and not in long runs: torch's kernels round the last elements of a tensor in another way than those
         before, so only the same tensors get the same bits as at home.
@@ -179,7 +179,7 @@ class TorchOptimizer(UpdateRule):
             raise Rejected(ErrorCode.NON_FINITE, f"a parameter has grown above {_LARGEST_PARAMETER:g}")
 
     def _step(self, optimizer: Optimizer, push: SparseSlice) -> None:
-        """Step with the push as the whole gradient, zero where it has no entry."""
+        """Step with the push as the whole gradient, zero if it has no entry."""
         gradient = push.values
         if push.offsets is not None:
             gradient = torch.zeros_like(self._theta)

@@ -106,7 +106,7 @@ class GroupRounds:
         )
 
     def due(self) -> Frozen | None:
-        """Return a round that is to freeze now; ``None`` where there is none."""
+        """Return a round that is to freeze now; ``None`` if there is none."""
         return next((self._frozen(each) for each in self._open if self._is_due(each)), None)
 
     def freeze(self, iteration: int, worker: str) -> Frozen:

@@ -69,7 +69,7 @@ class GroupedShard(ModelShard):
         return self.rounds.newest + 2
 
     def current(self) -> torch.Tensor:
-        """Return the mean over the workers' models; the last one where nobody takes part. fp32 ``[n]``."""
+        """Return the mean over the workers' models; the last one if nobody takes part. fp32 ``[n]``."""
         if self.replicas and not self._is_over:
             self.theta.copy_(self._sum(self.replicas)).div_(len(self.replicas))
         return self.theta.clone()
@@ -89,7 +89,7 @@ class GroupedShard(ModelShard):
         return self.version
 
     def decide(self, decision: Decision) -> None:
-        """Apply a decision; raises ``ValueError`` where the decision makes no sense."""
+        """Apply a decision; raises ``ValueError`` if the decision makes no sense."""
         worker = decision.worker
         if decision.kind == "enter":
             replica = self._add(worker, decision.incarnation, self.current(), self.version)
@@ -145,7 +145,7 @@ class GroupedShard(ModelShard):
         return RuleState({"workers": workers, "rounds": self.rounds.export(), "is_over": self._is_over}, tensors)
 
     def restore(self, state: RuleState) -> None:
-        """Restore an exported state; raises ``ValueError`` or ``KeyError`` where the state does not fit."""
+        """Restore an exported state; raises ``ValueError`` or ``KeyError`` if the state does not fit."""
         if not state.plain:
             return
         for number, found in enumerate(state.plain["workers"]):

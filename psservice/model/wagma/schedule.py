@@ -23,7 +23,7 @@ class GroupSettings:
 
     @classmethod
     def parse(cls, settings: Mapping[str, str]) -> "GroupSettings | None":
-        """Read the method settings (``BAD_REQUEST``); ``None`` where workers share one model."""
+        """Read the method settings (``BAD_REQUEST``); ``None`` if workers share one model."""
         if settings.get("update") != "average":
             return None
         try:
@@ -54,11 +54,11 @@ def default_size(workers: int) -> int:
 
 
 def cut(workers: Sequence[str], size: int, iteration: int) -> list[tuple[str, ...]]:
-    """Return the groups of an iteration over sorted workers: of ``size``, at least 2, where ``W`` is a multiple of it.
+    """Return the groups of an iteration over sorted workers: of ``size``, at least 2, if ``W`` is a multiple of it.
 
-    Ranks are numbers of ``J`` digits in base 2, or in base ``size`` where that is no power of two. The digits are
+    Ranks are numbers of ``J`` digits in base 2, or in base ``size`` if that is no power of two. The digits are
     rotated, by as many an iteration as the members of a group differ in, and neighbours of the new order are a group.
-    Where ``W`` is no power of the base, the groups begin one rank later each iteration: each worker then meets others.
+    If ``W`` is no power of the base, the groups begin one rank later each iteration: each worker then meets others.
     """
     base, width = (size, 1) if size & (size - 1) else (2, size.bit_length() - 1)
     digits, count = width, len(workers)
