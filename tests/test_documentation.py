@@ -55,6 +55,13 @@ def test_the_api_has_every_public_name_of_the_worker():
     assert sorted([*shown, "ClientSettings", "__version__"]) == sorted(psclient.__all__)
 
 
+def test_the_errors_page_has_every_error_that_a_caller_can_see():
+    page = (ROOT / "docs/reference/errors.md").read_text()
+    kinds = {name: kind for name, kind in vars(psclient.errors).items() if isinstance(kind, type)}
+    shown = {name for name, kind in kinds.items() if issubclass(kind, psclient.errors.SparsepsError)}
+    assert {name for name in shown if f"`{name}`" not in page} == set()
+
+
 def test_the_protocol_page_lists_every_reason_under_its_status():
     from pscore.wire.errors import ErrorCode
 
