@@ -75,7 +75,7 @@ class StepReport:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """See :mod:`psclient.engine.push_pull`: add the time of the body to a phase."""
+        """See :mod:`psclient.engine.engine`: add the time of the body to a phase."""
         started = time.perf_counter()
         try:
             with tracing.span(phase):
@@ -84,7 +84,7 @@ class StepReport:
             self.seconds[phase] += time.perf_counter() - started
 
     def move(self, seconds: float, source: str, target: str) -> None:
-        """See :mod:`psclient.engine.step`: attribute some of one phase's time to another."""
+        """See :mod:`psclient.engine.engine`: attribute some of one phase's time to another."""
         moved = min(seconds, self.seconds[source])
         self.seconds[source] -= moved
         self.seconds[target] += moved
@@ -126,7 +126,7 @@ class Totals:
         return asdict(self)
 
     def add(self, report: StepReport) -> None:
-        """See :mod:`psclient.engine.step`: add one step."""
+        """See :mod:`psclient.engine.engine`: add one step."""
         for name in ("push_bytes", "pull_bytes", "buffer_bytes", "push_entries", "pull_entries"):
             setattr(self, name, getattr(self, name) + getattr(report, name))
 

@@ -9,25 +9,19 @@ from torch.utils.data import Sampler
 from psclient.data.given_batches import GivenBatches
 from psclient.data.permutation import shuffled
 from psclient.errors import (
-    REJOIN_REASONS,
     ConfigurationError,
     EpochHeldUpError,
-    LeaseLostError,
     ServerFaultError,
-    from_refusal,
 )
 from psclient.optim.base import ParameterServerOptimizer
 from psclient.rpc.samples import SampleSet, sample_set, union
-from psclient.rpc.shard_client import WAIT_SHARE
 from psclient.whole_numbers import whole_number
 from pscore.model.ranges import Ranges
-from pscore.wire.errors import Rejected
 from pscore.wire.messages import share_to_messages
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 _MOST_SIZE, _MOST_LEASE, _MOST_SEED = 1 << 48, 1 << 24, 1 << 64
 _COMPUTED_AT_ONCE = 1024  # places whose samples are
-_MOST_REJOINS = 20  # in one call; each may wait, so this is a guard against a loop, not a time limit
 
 
 class ElasticSampler(Sampler[int]):
@@ -82,11 +76,11 @@ class ElasticSampler(Sampler[int]):
             raise ConfigurationError(
                 "this optimizer was made without model=, so it does not know which samples a step has trained; pass it"
             )
-        self._optimizer, self._membership = optimizer, optimizer._membership
-        self._tracker = optimizer._cluster.progress
+        self._optimizer, self._run = optimizer, optimizer._run
+        self._tracker = self._run.progress
         self._dataset, self._size, self._seed, self._shuffle = name, size, seed, shuffle
         self._lease_samples = lease_samples
-        self._joins = self._membership.joins  # of the worker, when its samples were leased
+        self._joins = self._run.joins  # of the worker, when its samples were leased
         self._undrawn: deque[pb.SampleRange] = deque()
         self._goal: int | None = None  # the epoch of the next pass; None begins with the run's
         self._pass = 0
@@ -133,7 +127,7 @@ class ElasticSampler(Sampler[int]):
             EpochHeldUpError: others hold samples of so many earlier epochs that the server begins no other.
         """
         this_pass = self._pass = self._pass + 1
-        waiting = self._optimizer._stepper.samples_waiting
+        waiting = self._optimizer._engine.samples_waiting
         self._undrawn.extendleft(reversed(self._tracker.undraw(self._dataset, waiting)))
         batches = GivenBatches(self, waiting)
         self._tracker.begin_pass(batches)
@@ -154,7 +148,7 @@ class ElasticSampler(Sampler[int]):
     @property
     def _is_stale(self) -> bool:
         """True where the worker has joined again since the last answer: its samples may be others' now."""
-        return self._joins != self._membership.joins
+        return self._joins != self._run.joins
 
     def _replenish(self, goal: int) -> bool:
         """Lease more where nothing is undrawn; return whether there is something to draw."""
@@ -196,7 +190,7 @@ class ElasticSampler(Sampler[int]):
 
     def _await_samples(self, goal: int) -> bool:
         """Wait until there are samples of an epoch for this worker, or all that others hold are finished."""
-        patience_seconds = self._membership.settings.patience_seconds
+        patience_seconds = self._run.settings.patience_seconds
         last, since = -1, time.monotonic()
         while not self._undrawn and not self._optimizer.finished:
             answer = self._lease(goal, waits=True)
@@ -215,7 +209,7 @@ class ElasticSampler(Sampler[int]):
         """
         leased = union(self._tracker.unacked(self._dataset), sample_set(self._undrawn))
         wanted = self._lease_samples if samples is None else samples
-        answer = self._optimizer._worker.run(lambda: self._request_lease(goal, wanted, leased, waits))
+        answer = self._optimizer._worker.do(lambda: self._request_lease(goal, wanted, leased, waits))
         lost = sample_set(answer.lost)
         kept = [
             pb.SampleRange(epoch=part.epoch, start=start, count=end - start)
@@ -232,8 +226,6 @@ class ElasticSampler(Sampler[int]):
 
         ``epoch`` is the newest that is wanted; ``None`` for the newest that has begun.
         """
-        membership = self._membership
-        connection = membership.coordinator.connection
         request = pb.LeaseSamplesRequest(
             dataset=self._dataset,
             size=self._size,
@@ -244,26 +236,8 @@ class ElasticSampler(Sampler[int]):
             samples=samples,
             held=share_to_messages(leased),
         )
-
-        def attempt(seconds: float) -> pb.LeaseSamplesResponse:
-            request.wait_seconds = WAIT_SHARE * seconds if waits else 0.0
-            found: pb.LeaseSamplesResponse = connection.result(
-                connection.stub.LeaseSamples.future(request, timeout=seconds)
-            )
-            return found
-
-        for _ in range(_MOST_REJOINS):
-            joins = membership.joins
-            request.identity.CopyFrom(membership.identity)
-            answer: pb.LeaseSamplesResponse | Rejected = connection.call(membership.policy(), attempt)
-            if isinstance(answer, pb.LeaseSamplesResponse):
-                self._joins = joins
-                membership.run_finished |= answer.run_state == pb.RUN_STATE_FINISHED
-                if any(not 0 < each.count <= self._size - each.start for each in (*answer.granted, *answer.lost)):
-                    address = membership.coordinator.address
-                    raise ServerFaultError(f"{address} speaks of samples that {self._dataset!r} does not have")
-                return answer
-            if answer.reason not in REJOIN_REASONS:
-                raise from_refusal(answer)
-            membership.join()
-        raise LeaseLostError("the server takes the worker in and refuses it samples again and again")
+        answer, self._joins = self._run.lease_samples(request, waits=waits)
+        if any(not 0 < each.count <= self._size - each.start for each in (*answer.granted, *answer.lost)):
+            address = self._run.coordinator.address
+            raise ServerFaultError(f"{address} speaks of samples that {self._dataset!r} does not have")
+        return answer

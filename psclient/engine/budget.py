@@ -9,7 +9,7 @@ from statistics import median
 from psclient.budget import Budget
 from psclient.errors import ConfigurationError
 from psclient.rpc.bandwidth import Bandwidth
-from psclient.rpc.shard_client import ShardClient
+from psclient.rpc.shard_stream import ShardStream
 from pscore.model.layout import ModelLayout
 from pscore.wire.budget import fit, least_share, most_whole
 
@@ -47,11 +47,11 @@ class BudgetSchedule:
         self._shares = 0.0, 0.0
         self._density = 1.0
 
-    def of(self, shards: Sequence[ShardClient]) -> Callable[[int], float]:
+    def of(self, shards: Sequence[ShardStream]) -> Callable[[int], float]:
         """Return the density as a function of the step; a call begins the step at these shards."""
         return lambda _: self._begin_step(shards)
 
-    def _begin_step(self, shards: Sequence[ShardClient]) -> float:
+    def _begin_step(self, shards: Sequence[ShardStream]) -> float:
         """Return the density of the push that begins, and tell the shards the forms of push and reply."""
         self._begun.append(time.monotonic())
         up, down = (max(min(share, 1.0), 1.001 * self._least, 1e-6) for share in self._wanted(shards))
@@ -63,7 +63,7 @@ class BudgetSchedule:
                 shard.use_forms(push.value, reply)
         return self._density
 
-    def _wanted(self, shards: Sequence[ShardClient]) -> tuple[float, float]:
+    def _wanted(self, shards: Sequence[ShardStream]) -> tuple[float, float]:
         """Return the shares of the dense bytes up and down."""
         budget = self._budget
         if budget.share is not None:

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -29,12 +29,14 @@ from torch.utils.hooks import RemovableHandle
 from psclient.compress.groups import ParamGroups
 from psclient.engine.checks import finite
 from psclient.engine.mgs import GradientClock
-from psclient.engine.push_pull import PushPull, Replies
 from psclient.engine.streams import current_streams, devices_of, entered
 from psclient.errors import ConfigurationError, PatienceError
 from psclient.executor import Job, Result, SerialExecutor, is_cancelled
 from psclient.model.module import TrainedModel
 from psclient.report import StepReport
+
+if TYPE_CHECKING:
+    from psclient.engine.engine import Engine, Replies
 
 _CLOSING_SECONDS = 10.0
 _POLL_SECONDS = 0.05
@@ -47,12 +49,12 @@ class Overlap:
         self,
         model: TrainedModel,
         groups: ParamGroups,
-        push_pull: PushPull,
+        engine: "Engine",
         gather: Callable[[range], Mapping[int, torch.Tensor]],
         begin: Callable[[], StepReport],
     ) -> None:
         self._owner = os.getpid()
-        self._model, self._groups, self._push_pull = model, groups, push_pull
+        self._model, self._groups, self._engine = model, groups, engine
         self._gather, self._begin = gather, begin
         self._compressing, self._exchanging = SerialExecutor("psclient-compress"), SerialExecutor("psclient-exchange")
         self._paused = False
@@ -65,7 +67,7 @@ class Overlap:
         self._devices = devices_of(self._trained().values())
         self._streams = [torch.cuda.Stream(device) for device in self._devices]  # type: ignore[no-untyped-call]
         self._clock = None  # which is needed to merge gradients
-        if push_pull.merged is not None:
+        if engine.merged is not None:
             self._clock = GradientClock(self._devices[0] if len(self._devices) == len(devices) == 1 else None)
         self._handles: dict[int, RemovableHandle] = {}
         self._commit_job: Job[StepReport | None] | None = None
@@ -103,7 +105,7 @@ class Overlap:
                 "a gradient was changed between backward() and step() (clipping, GradScaler); with overlap=True it was "
                 "handed over during backward, as it was then. Leave overlap out, or change it in a hook of the loss"
             )
-        for number in range(len(self._push_pull.groups)):
+        for number in range(len(self._engine.groups)):
             if number not in self._jobs:
                 self._submit(number)
         self._commit_job = self._commit_job or self._compressing.submit(lambda: self._launching(self._commit))
@@ -118,16 +120,16 @@ class Overlap:
 
     def launch(self, report: StepReport) -> None:
         """Begin to wait for the push's acknowledgement and to fetch its reply."""
-        self._push_pull.ask()
-        ack = self._ack = self._exchanging.submit(lambda: self._launching(lambda: self._push_pull.await_ack(report)))
+        self._engine.ask()
+        ack = self._ack = self._exchanging.submit(lambda: self._launching(lambda: self._engine.await_ack(report)))
 
-        def fetch() -> Replies:
+        def fetch() -> "Replies":
             ack.result()
-            return self._push_pull.fetch()
+            return self._engine.fetch()
 
         self._reply = self._exchanging.submit(fetch)
 
-    def collect(self, seconds: float | None = None) -> Replies | None:
+    def collect(self, seconds: float | None = None) -> "Replies | None":
         """Wait for the reply to the last step's push and return it; ``None`` if none is awaited.
 
         After :class:`TimeoutError` (``seconds`` have passed, or the calling job is cancelled) it is still awaited.
@@ -209,8 +211,8 @@ class Overlap:
         self._seen: set[int] = set()
         self._used: set[torch.cuda.Stream] = set()  # by the hooks: those of the backward pass
         self._versions: list[tuple[torch.Tensor, int]] = []
-        if self._clock is not None and self._push_pull.merged is not None:
-            self._push_pull.merged.note_gradients(self._clock.take())
+        if self._clock is not None and self._engine.merged is not None:
+            self._engine.merged.note_gradients(self._clock.take())
 
     def _trained(self) -> dict[int, torch.Tensor]:
         return {
@@ -226,8 +228,8 @@ class Overlap:
             if position not in self._handles:
                 hook = _hook(self, position)
                 self._handles[position] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        self._group_of = {position: n for n, group in enumerate(self._push_pull.groups) for position in group}
-        self._missing = [sum(position in trained for position in group) for group in self._push_pull.groups]
+        self._group_of = {position: n for n, group in enumerate(self._engine.groups) for position in group}
+        self._missing = [sum(position in trained for position in group) for group in self._engine.groups]
 
     def _submit(self, number: int) -> None:
         """Have a group sent by the compressing thread, after what backward and this thread have on CUDA streams."""
@@ -235,7 +237,7 @@ class Overlap:
             used = set(self._used)
         streams = used | {torch.cuda.current_stream(device) for device in self._devices}
         events = [stream.record_event() for stream in streams]
-        gradients = self._gather(self._push_pull.groups[number])
+        gradients = self._gather(self._engine.groups[number])
         self._versions.extend((gradient, gradient._version) for gradient in gradients.values())
         self._jobs[number] = self._compressing.submit(
             lambda: self._launching(lambda: self._send(number, gradients), events)
@@ -260,7 +262,7 @@ class Overlap:
             return False
         report = self._opened()
         try:
-            self._push_pull.send_gradients(report, number, finite(self._model, gradients), 1.0)
+            self._engine.send_gradients(report, number, finite(self._model, gradients), 1.0)
         except BaseException:
             self._abandon()
             raise
@@ -270,7 +272,7 @@ class Overlap:
         if self._has_failed():
             return None
         report = self._opened()
-        self._push_pull.commit(report)
+        self._engine.commit(report)
         self._report = None  # only an answer ends the doubt now: an interrupted step must not restore the push
         return report
 
@@ -278,7 +280,7 @@ class Overlap:
         """Break off the push that is open, if there is one; on the compressing thread, so after what was submitted."""
         if self._report is not None:
             self._report = None
-            self._push_pull.abandon()
+            self._engine.abandon_push()
 
     def _has_failed(self) -> bool:
         return any(job.finished and job.exception() is not None for job in list(self._jobs.values()))

@@ -11,10 +11,10 @@ from torch.optim.optimizer import Optimizer
 
 from psclient.compress.groups import check_hyperparameters
 from psclient.compress.method import State
-from psclient.engine.push_pull import PushPull
+from psclient.engine.engine import Engine
 from psclient.errors import ConfigurationError
 from psclient.model.module import TrainedModel
-from psclient.rpc.membership import Membership
+from psclient.rpc.run import Run
 
 log = logging.getLogger("psclient")
 
@@ -32,10 +32,10 @@ class PushMark:
     step: int
 
     @classmethod
-    def now(cls, method: str, membership: Membership, push_pull: PushPull) -> "PushMark":
+    def now(cls, method: str, run: Run, engine: Engine) -> "PushMark":
         """Return the mark of a worker's last push."""
-        worker, version = membership.identity, membership.coordinator.version
-        steps = push_pull.acknowledged_step, push_pull.step
+        worker, version = run.identity, run.coordinator.version
+        steps = engine.acknowledged_step, engine.number
         return cls(method, worker.run_id, version, worker.worker_id, worker.incarnation, *steps)
 
     def plain(self) -> dict[str, Any]:
@@ -216,14 +216,14 @@ def is_out_of_date(mark: PushMark, now: PushMark, record: tuple[str, int] | None
 
 
 def state_as_refused(
-    memories: MutableMapping[torch.Tensor, State], push_pull: PushPull, state_dict: Callable[[], dict[str, Any]]
+    memories: MutableMapping[torch.Tensor, State], engine: Engine, state_dict: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
     """Return a state dict as if an unanswered push had been refused; the memories stay as they are."""
-    unacked = push_pull.unacked_parts()
+    unacked = engine.unacked_parts()
     if not unacked:
         return state_dict()
     kept = {parameter: copy.deepcopy(memory) for parameter, memory in memories.items()}
-    push_pull.restore(unacked)
+    engine.restore(unacked)
     state = copy.deepcopy(state_dict())
     memories.update(kept)
     return state

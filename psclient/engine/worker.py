@@ -18,20 +18,18 @@ from psclient.compress.grouping import Grouping
 from psclient.compress.groups import ParamGroups
 from psclient.compress.method import Method, State
 from psclient.engine import neighbours, sigterm
+from psclient.engine.engine import CLOSING_SECONDS
 from psclient.engine.mgs import LayerDensity, MergedGradients
-from psclient.engine.push_pull import PushPull
-from psclient.engine.step import CLOSING_SECONDS
 from psclient.engine.streams import current_streams, devices_of, entered
 from psclient.errors import ConfigurationError, FingerprintMismatchError, ServerUnreachableError, SparsepsError
 from psclient.executor import SerialExecutor
 from psclient.model.module import TrainedModel
 from psclient.model.replica import Replica
-from psclient.rpc.cluster import Cluster
 from psclient.rpc.lease_thread import LeaseThread
 from psclient.rpc.local_server import LocalServer, start_alone
-from psclient.rpc.membership import Membership
 from psclient.rpc.resolver import connect
-from psclient.rpc.shard_client import ShardClient
+from psclient.rpc.run import Run
+from psclient.rpc.shard_stream import ShardStream
 from psclient.settings import ClientSettings
 from pscore import jit
 from pscore.model.layout import ModelLayout
@@ -115,15 +113,14 @@ class Worker:
                 self._own_server.stop()
             raise
         replica = Replica(model.layout, model.parameters)
-        self.membership = Membership(shards, self._name, replica, model.buffers, method.name, agreed, settings)
-        self.cluster = Cluster(self.membership)
-        grouping, merged = Grouping(model.layout, settings.bucket_bytes), None
+        self.run = Run(shards, self._name, replica, model.buffers, method.name, agreed, settings)
+        self.grouping = Grouping(model.layout, settings.bucket_bytes)
+        self.merged: MergedGradients | None = None
         if (merges := settings.merge == "mgs") or layer_density is not None:
-            merged = MergedGradients(model.layout, grouping, layer_density, merges=merges)
+            self.merged = MergedGradients(model.layout, self.grouping, layer_density, merges=merges)
         dense_below = model.layout.whole_below(settings.dense_below)
         choice = Choice(SELECTORS[settings.selector], settings.select_over, dense_below)
-        self.compressor = Compressor(method, model, memories, groups, choice, grouping)
-        self.push_pull = PushPull(model.layout, self.cluster, self.compressor, grouping, merged)
+        self.selector = Compressor(method, model, memories, groups, choice, self.grouping)
 
     def _end_predecessors(self) -> None:
         """End earlier optimizers whose place this one takes, once its servers are reached."""
@@ -132,7 +129,7 @@ class Worker:
             log.warning("an earlier optimizer of this process %s %s; it leaves for the new one", what, name)
             optimizer.close()
 
-    def _reach(self, settings: ClientSettings, layout: ModelLayout) -> list[ShardClient]:
+    def _reach(self, settings: ClientSettings, layout: ModelLayout) -> list[ShardStream]:
         jit.announce = log.warning
         if settings.tracing:
             try:
@@ -141,18 +138,18 @@ class Worker:
                 raise ConfigurationError(str(error)) from error
         connections = connect(self.server, settings.security, settings.connect_seconds)
         spans = layout.shard_spans(len(connections))
-        return [ShardClient(connections[i], i, span, settings) for i, span in enumerate(spans)]
+        return [ShardStream(connections[i], i, span, settings) for i, span in enumerate(spans)]
 
     def watch(self, optimizer: _Stoppable, abandon: Callable[[], None], *, flush_on_sigterm: bool) -> None:
         """End ``optimizer`` in order from now on; ``abandon`` ends the worker of a collected one."""
-        leases = self.membership.leases
+        leases = self.run.leases
         self.lifecycle = Lifecycle(optimizer, self._own_server, leases, abandon, flush_on_sigterm=flush_on_sigterm)
 
     def join(self) -> None:
         """Join the run."""
         neighbours.add(self._claim, self.lifecycle)
         try:
-            self.run(self.membership.join)
+            self.do(self.run.join)
         except FingerprintMismatchError as error:
             if not self._has_neighbour:
                 raise
@@ -185,7 +182,7 @@ class Worker:
         self.always(self._look_back)
 
     def _look_ahead(self) -> None:
-        for each in self.compressor.take_off_unsent():
+        for each in self.selector.take_off_unsent():
             self._before_ahead.append(each)
 
     def _look_back(self) -> None:
@@ -194,11 +191,11 @@ class Worker:
             memory.copy_(values)
             self._before_ahead.pop()
 
-    def run(self, work: Callable[[], Result]) -> Result:
+    def do(self, work: Callable[[], Result]) -> Result:
         """Do work that needs a worker that has joined and not left."""
         self.require_open()
         self.lifecycle.follow_sigterm()
-        return self.always(work, self.membership.seconds_left)
+        return self.always(work, self.run.seconds_left)
 
     def always(self, work: Callable[[], Result], seconds: float | None = None) -> Result:
         """Do work, on the CUDA streams of the calling thread; after the end, in the calling thread itself.
@@ -217,20 +214,20 @@ class Worker:
         if not self.lifecycle.alive:
             return body()
         try:
-            return self._thread.call(body, self.cluster.cancel_unawaited, seconds)
+            return self._thread.call(body, self.run.cancel_unawaited, seconds)
         except TimeoutError as error:
             if isinstance(error, SparsepsError):
                 raise
-            address, hint = self.membership.coordinator.address, "What it had not pushed is lost with this worker"
+            address, hint = self.run.coordinator.address, "What it had not pushed is lost with this worker"
             raise ServerUnreachableError(address, seconds or 0.0, "its time is over", hint) from None
 
     def close(self, leave: Callable[[], None]) -> None:
         """End the worker with ``leave``; harmless twice."""
         if not self.lifecycle.alive:
             return
-        self.membership.set_deadline(CLOSING_SECONDS)
+        self.run.set_deadline(CLOSING_SECONDS)
         self._thread.cancel()  # only what nobody waits for can be under way: the last call was interrupted
-        self.cluster.cancel_unawaited()
+        self.run.cancel_unawaited()
         leaving = self._thread.submit(torch.no_grad()(leave))  # goes on where the wait is interrupted
         self.lifecycle.ended = True
         try:

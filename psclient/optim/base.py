@@ -1,6 +1,6 @@
 """The optimizer that every method shares: an ordinary ``torch.optim.Optimizer`` whose step goes through a server.
 
-A training loop sees this class; the steps are in :mod:`psclient.engine.step`. The parameters change only by what the
+A training loop sees this class; the steps are in :mod:`psclient.engine.engine`. The parameters change only by what the
 server answers. All calls to servers are made in a thread of the optimizer's own.
 """
 
@@ -21,6 +21,7 @@ from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.method import Method
 from psclient.engine.budget import BudgetSchedule
 from psclient.engine.checks import gather, refuse_averaged
+from psclient.engine.engine import Engine, GradientSource
 from psclient.engine.mgs import LayerDensity
 from psclient.engine.sample_counter import FirstBatches, SampleCounter
 from psclient.engine.state import (
@@ -34,7 +35,6 @@ from psclient.engine.state import (
     state_as_refused,
     warn_of_missing_memories,
 )
-from psclient.engine.step import GradientSource, Stepper
 from psclient.engine.worker import Worker
 from psclient.errors import ConfigurationError, CopyRefusedError, PatienceError
 from psclient.model.module import TrainedModel, describe
@@ -153,35 +153,36 @@ class ParameterServerOptimizer(Optimizer):
             resolved = resolved.model_copy(update={"dense_below": forms.dense_below})
         agreed_settings = self._agreed_settings()
         self._worker = Worker(method, self._model, self._groups, self.state, agreed_settings, resolved, layer_density)
-        self._membership, self._cluster = self._worker.membership, self._worker.cluster
-        self._push_pull = self._worker.push_pull
+        self._run = self._worker.run
         gradients, rates = self._sources(self._model, self._groups)
-        self._stepper = Stepper(
+        self._engine = Engine(
             self._model,
             self._groups,
-            self._cluster,
-            self._push_pull,
-            forms.of(self._cluster.shards) if forms is not None else density if callable(density) else None,
+            self._run,
+            self._worker.selector,
+            self._worker.grouping,
+            self._worker.merged,
+            forms.of(self._run.shards) if forms is not None else density if callable(density) else None,
             rates,
             gradients,
             synchronous=rounds is not None or not method.asynchronous,
         )
-        self._steps: Stepper | LocalSteps = self._stepper
-        self._worker.watch(self, self._stepper.abandon, flush_on_sigterm=resolved.flush_on_sigterm)
+        self._steps: Engine | LocalSteps = self._engine
+        self._worker.watch(self, self._engine.abandon, flush_on_sigterm=resolved.flush_on_sigterm)
         self._lifecycle = self._worker.lifecycle
         try:
             self._worker.join()
             self._joined = True
             self._open_states()
-            first_batches = FirstBatches(self._membership.leases)
-            progress = self._cluster.progress
+            first_batches = FirstBatches(self._run.leases)
+            progress = self._run.progress
 
             def see(batch: torch.Tensor) -> None:
                 first_batches.see(batch)
                 progress.look()
 
             counter = SampleCounter(model, see) if model is not None else None
-            self._worker.run(lambda: self._stepper.start(counter, overlap=overlap))
+            self._worker.do(lambda: self._engine.start(counter, overlap=overlap))
         except BaseException:
             self.close()
             raise
@@ -190,7 +191,7 @@ class ParameterServerOptimizer(Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """``torch.amp.GradScaler`` reads this before it unscales; refused where overlap has sent the gradients."""
-        if self._stepper.overlap is not None:
+        if self._engine.overlap is not None:
             raise ConfigurationError(
                 "GradScaler unscales gradients after backward(), and with overlap=True they have left by then; leave "
                 "overlap out, or train in bf16, which needs no scaling"
@@ -223,27 +224,27 @@ class ParameterServerOptimizer(Optimizer):
     @property
     def report(self) -> StepReport:
         """The report of the last step."""
-        return self._stepper.report
+        return self._engine.report
 
     @property
     def totals(self) -> Totals:
         """Sums over all steps."""
-        return self._stepper.totals
+        return self._engine.totals
 
     @property
     def version(self) -> int:
         """The coordinator's version that this worker has seen: updates applied from all workers."""
-        return self._membership.coordinator.version
+        return self._run.coordinator.version
 
     @property
     def finished(self) -> bool:
         """True once the run is over; leave the loop then."""
-        return self._membership.run_finished
+        return self._run.run_finished
 
     @property
     def live_workers(self) -> int:
         """Workers alive, as last heard."""
-        return self._membership.live_workers
+        return self._run.live_workers
 
     @property
     def _unfinished(self) -> bool:
@@ -261,7 +262,7 @@ class ParameterServerOptimizer(Optimizer):
     @property
     def worker(self) -> str:
         """This worker's name."""
-        return self._membership.identity.worker_id
+        return self._run.identity.worker_id
 
     @property
     def _has_forgotten_model(self) -> bool:
@@ -272,7 +273,7 @@ class ParameterServerOptimizer(Optimizer):
     @property
     def run_id(self) -> str:
         """The run's id."""
-        return self._membership.identity.run_id
+        return self._run.identity.run_id
 
     @property
     def server(self) -> str:
@@ -308,7 +309,7 @@ class ParameterServerOptimizer(Optimizer):
         if closure is not None and not self._unfinished:
             with torch.enable_grad():
                 self._loss = closure()
-        self._worker.run(lambda: self._steps.step(samples, self._gradient_scale))
+        self._worker.do(lambda: self._steps.step(samples, self._gradient_scale))
         self._steps.completed()  # not in the thread: a step whose end its caller has not seen must be completed again
         loss, self._loss = self._loss, None
         return loss
@@ -319,7 +320,7 @@ class ParameterServerOptimizer(Optimizer):
         For gradient accumulation: wrap all but the last backward pass before a ``step()``. Without overlap this does
         nothing.
         """
-        return nullcontext() if self._stepper.overlap is None else self._stepper.overlap.accumulating()
+        return nullcontext() if self._engine.overlap is None else self._engine.overlap.accumulating()
 
     def lookahead(self) -> AbstractContextManager[None]:
         """Run forward and backward passes where the model will be once this worker's residuals arrive.
@@ -330,7 +331,7 @@ class ParameterServerOptimizer(Optimizer):
             ConfigurationError: with ``overlap=True`` or ``rounds=``, or for a method that it is not for.
         """
         unfit = self._method.sends_all or "update" in self._agreed_settings() or self._rounds is not None
-        if unfit or self._stepper.overlap is not None:
+        if unfit or self._engine.overlap is not None:
             raise ConfigurationError("lookahead() is for DGS, DGC and GradientDropping, without overlap= and rounds=")
         return self._worker.looking_ahead()
 
@@ -340,12 +341,12 @@ class ParameterServerOptimizer(Optimizer):
         Raises:
             ServerUnreachableError: no server within the patience.
         """
-        self._worker.run(self._steps.flush)
+        self._worker.do(self._steps.flush)
 
     def _flush_on_exit(self) -> None:
         """End a lookahead; push the rest before this worker leaves or waits: by :meth:`flush`, or the local steps."""
         self._worker.end_lookahead()
-        self._worker.run(self._steps.flush_on_exit)
+        self._worker.do(self._steps.flush_on_exit)
 
     def pull(self) -> None:
         """Make the parameters the server's without pushing, before an evaluation, say.
@@ -356,7 +357,7 @@ class ParameterServerOptimizer(Optimizer):
         Raises:
             ServerUnreachableError: no server within the patience.
         """
-        self._worker.run(self._steps.pull)
+        self._worker.do(self._steps.pull)
 
     def wait_for_all(self, seconds: float = 3600.0) -> None:
         """Wait until every live worker has called this, or has left; then :meth:`pull` gives all of them one model.
@@ -371,12 +372,12 @@ class ParameterServerOptimizer(Optimizer):
             ServerUnreachableError: no server within the patience.
         """
         check_seconds(seconds)
-        self._worker.run(lambda: self._steps.wait_for_all(seconds))
+        self._worker.do(lambda: self._steps.wait_for_all(seconds))
 
     def _hurry(self, seconds: float) -> None:
         """Wait no longer than this for a server from now on, and for no other worker."""
-        self._membership.set_deadline(seconds)
-        self._cluster.cancel_wait()
+        self._run.set_deadline(seconds)
+        self._run.cancel_wait()
 
     def close(self) -> None:
         """Leave the run and free everything; stops an embedded server. Harmless twice.
@@ -385,7 +386,7 @@ class ParameterServerOptimizer(Optimizer):
         that the script's own handler has taken, what is held is pushed first.
         """
         self._lifecycle.push_expected()
-        self._worker.close(self._stepper.leave)
+        self._worker.close(self._engine.leave)
 
     def __enter__(self) -> Self:
         return self
@@ -405,7 +406,7 @@ class ParameterServerOptimizer(Optimizer):
             self.param_groups,
             self._model if self._joined else None,
             are_agreed=self._method.groups_are_agreed,
-            step_has_begun=self._joined and self._stepper.begun,
+            step_has_begun=self._joined and self._engine.begun,
         )
         if has_own_density:
             self._own_density.add(number)
@@ -418,7 +419,7 @@ class ParameterServerOptimizer(Optimizer):
         With overlap, between ``backward()`` and ``step()``: a batch is skipped. What had been handed over by then stays
         in the residuals.
         """
-        overlap = self._stepper.overlap
+        overlap = self._engine.overlap
         if overlap is not None and overlap.begun and not self._lifecycle.in_child:
             self._worker.always(overlap.forget)
         super().zero_grad(set_to_none)
@@ -435,12 +436,12 @@ class ParameterServerOptimizer(Optimizer):
 
     def _state_dict(self) -> dict[str, Any]:
         try:
-            self._stepper.finish_overlap()
+            self._engine.finish_overlap()
         except PatienceError as error:
             log.warning("saving the state with a push in doubt: %s", error)
-        self._worker.compressor.fill_memories()
-        state = state_as_refused(self.state, self._push_pull, super().state_dict)
-        mark_state(state, PushMark.now(self._method.name, self._membership, self._push_pull))
+        self._worker.selector.fill_memories()
+        state = state_as_refused(self.state, self._engine, super().state_dict)
+        mark_state(state, PushMark.now(self._method.name, self._run, self._engine))
         return state
 
     def _makes_state_only(self) -> bool:
@@ -473,21 +474,21 @@ class ParameterServerOptimizer(Optimizer):
             plain = self._from_torch(plain)
         check_memories(plain, self.param_groups, self._model)
         self._worker.always(
-            self._stepper.finish_push
+            self._engine.finish_push
         )  # a push that is applied later would count beside the loaded residuals
         super().load_state_dict(plain)
         self._groups.assign(self.param_groups)
-        self._worker.compressor.memories.states = self.state  # torch has put a new dict in the place of the old one
+        self._worker.selector.memories.states = self.state  # torch has put a new dict in the place of the old one
         restore_memories(self, plain)
         self._open_states()
         if mark is None:
             return
         warn_of_missing_memories(state_dict)
-        now = PushMark.now(self._method.name, self._membership, self._push_pull)
-        if is_out_of_date(mark, now, self._membership.last_push_record, server_remembers=self._method.server_remembers):
+        now = PushMark.now(self._method.name, self._run, self._engine)
+        if is_out_of_date(mark, now, self._run.last_push_record, server_remembers=self._method.server_remembers):
             self.state.clear()
             self._open_states()
-        self._push_pull.step = max(self._push_pull.step, mark.step)
+        self._engine.number = max(self._engine.number, mark.step)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise CopyRefusedError(type(self).__name__)

@@ -9,8 +9,8 @@ import torch
 from torch.optim import Optimizer
 
 from psclient.compress.groups import ParamGroups, Rates
+from psclient.engine.engine import GradientSource
 from psclient.engine.state import method_of, without_mark
-from psclient.engine.step import GradientSource
 from psclient.errors import ConfigurationError
 from psclient.model.module import TrainedModel
 from psclient.optim.arguments import Density, RoundsOptions, needs_closure
@@ -65,7 +65,7 @@ class LocalOptimizer(ParameterServerOptimizer):
             sync_every,
             self._deltas,
             self._worker,
-            self._stepper,
+            self._engine,
             self._model,
             self._groups,
             averages=averages,
@@ -112,7 +112,7 @@ class LocalOptimizer(ParameterServerOptimizer):
             return False
         if not self.inner_optimizer.state:
             self.inner_optimizer.step()
-            self._worker.always(self._worker.cluster.replica.accept)
+            self._worker.always(self._worker.run.replica.accept)
         return True
 
 

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from psclient.compress.groups import ParamGroups, check_inner
 from psclient.engine.checks import PushedGradients, finite, gather, require_trainable
-from psclient.engine.step import GradientScale, Stepper
+from psclient.engine.engine import Engine, GradientScale
 from psclient.engine.worker import Worker
 from psclient.errors import ConfigurationError, NonFiniteGradientError, PatienceError, SparsepsError
 from psclient.model.module import TrainedModel
@@ -22,7 +22,7 @@ Deltas = dict[int, torch.Tensor]
 class LocalSteps:
     """Runs the steps of ``inner`` on this machine, and pushes after each ``sync_every``; in the worker's thread.
 
-    ``stepper`` pushes ``deltas``, which are filled here and empty between two pushes; ``averages``: the server averages
+    ``engine`` pushes ``deltas``, which are filled here and empty between two pushes; ``averages``: the server averages
     the workers' differences or models, else it adds the differences up. ``local_steps`` counts those since the last
     push.
     """
@@ -33,7 +33,7 @@ class LocalSteps:
         sync_every: int,
         deltas: Deltas,
         worker: Worker,
-        stepper: Stepper,
+        engine: Engine,
         model: TrainedModel,
         groups: ParamGroups,
         *,
@@ -41,7 +41,7 @@ class LocalSteps:
     ) -> None:
         self.inner, self.local_steps = inner, 0
         self._sync_every, self._deltas, self._averages = sync_every, deltas, averages
-        self._worker, self._stepper, self._model, self._groups = worker, stepper, model, groups
+        self._worker, self._engine, self._model, self._groups = worker, engine, model, groups
         self._trained_samples = 0  # in the local steps since the last push
         self._retry_guard = PushedGradients()
         self._warned = False
@@ -77,9 +77,9 @@ class LocalSteps:
             self._retry_guard.clear()
             raise
         finally:
-            self._worker.cluster.replica.accept()
+            self._worker.run.replica.accept()
         self.local_steps += 1
-        self._trained_samples = max(1, self._stepper.samples_waiting)
+        self._trained_samples = max(1, self._engine.samples_waiting)
         if self.local_steps >= self._sync_every:
             self._push(self._differences())
 
@@ -90,7 +90,7 @@ class LocalSteps:
         if self.local_steps:
             samples = self._trained_samples
             self._move_to_residuals()
-        self._stepper.flush(samples)
+        self._engine.flush(samples)
 
     def flush_on_exit(self) -> None:
         """Push the local steps so far as after ``sync_every`` of them, and apply the answer.
@@ -105,7 +105,7 @@ class LocalSteps:
     def wait_for_all(self, seconds: float) -> None:
         """Push the local steps so far, and wait until all live workers are through."""
         self.flush_on_exit()
-        self._stepper.wait_for_all(seconds)
+        self._engine.wait_for_all(seconds)
 
     def pull(self) -> None:
         """Bring the parameters up to the server's; the local steps since the last push stay, on top of them."""
@@ -113,14 +113,14 @@ class LocalSteps:
         differences, steps = self._differences(), self.local_steps
         self._undo()
         try:
-            self._stepper.pull()
+            self._engine.pull()
         finally:  # also after an error: parameters that have arrived by then are the server's, no step of this worker
             self._begin_here()
             self.local_steps = steps
             for position, delta in differences.items():
                 parameter = self._model.parameters[position]
                 parameter.sub_(delta.to(parameter.dtype))
-            self._worker.cluster.replica.accept()
+            self._worker.run.replica.accept()
 
     def _require_known(self) -> None:
         """Raise :class:`ConfigurationError` if the inner optimizer has a parameter that it had not at first.
@@ -144,12 +144,12 @@ class LocalSteps:
         """End an earlier push, and agree with the server on one model where the script has loaded another."""
         if self._deltas:
             self._push({})
-        if self._stepper.settle_load(drops=drops):
+        if self._engine.settle_load(drops=drops):
             self._begin_here()
 
     def _begin_here(self) -> None:
         """Count local steps from these parameters; what is written to them from now on travels with the difference."""
-        self._worker.cluster.replica.accept()
+        self._worker.run.replica.accept()
         for position, start in self._start.items():
             start.copy_(self._model.parameters[position])
         self.local_steps = 0
@@ -163,7 +163,7 @@ class LocalSteps:
         """Undo the local steps, so that the parameters are what the server knows."""
         for position, start in self._start.items():
             self._model.parameters[position].copy_(start)
-        self._worker.cluster.replica.accept()
+        self._worker.run.replica.accept()
         self.local_steps = 0
 
     def _move_to_residuals(self) -> None:
@@ -174,7 +174,7 @@ class LocalSteps:
         finally:
             self._undo()
         for position, delta in differences.items():
-            self._worker.compressor.memories.of("residual", position).add_(delta.reshape(-1))
+            self._worker.selector.memories.of("residual", position).add_(delta.reshape(-1))
 
     def _push(self, differences: Deltas) -> None:
         """Push the differences of local steps; without any, end a push that a lost server has interrupted."""
@@ -182,17 +182,17 @@ class LocalSteps:
             self._deltas.update(differences)
             self._undo()
         try:
-            self._stepper.step(None, lambda gradients, live_workers: 1.0)
+            self._engine.step(None, lambda gradients, live_workers: 1.0)
         except SparsepsError as error:
             if not isinstance(error, PatienceError):
                 self._deltas.clear()
             if isinstance(error, NonFiniteGradientError):  # the local steps are undone
                 self._retry_guard.clear()
             raise
-        self._stepper.completed()
+        self._engine.completed()
         self._deltas.clear()
         self._begin_here()
-        live_workers = self._worker.membership.live_workers
+        live_workers = self._worker.run.live_workers
         if not self._averages and live_workers > 1 and not self._warned:
             self._warned = True
             log.warning(

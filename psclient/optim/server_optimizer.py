@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.method import Group, Method, Recurrence
-from psclient.engine.step import GradientSource
+from psclient.engine.engine import GradientSource
 from psclient.errors import ConfigurationError, HyperparameterError
 from psclient.model.module import TrainedModel
 from psclient.optim.arguments import (

@@ -13,7 +13,7 @@ import grpc
 
 from psclient.errors import Transient, from_rpc_error
 from psclient.rpc.channel import suppress_errors
-from psclient.rpc.shard_client import ShardClient
+from psclient.rpc.shard_stream import ShardStream
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 log = logging.getLogger("psclient")
@@ -42,7 +42,7 @@ class LeaseThread:
         first_batches: fingerprint of this worker's first batches, or 0; sent with each renewal.
     """
 
-    def __init__(self, shards: Sequence[ShardClient], identity: pb.WorkerIdentity) -> None:
+    def __init__(self, shards: Sequence[ShardStream], identity: pb.WorkerIdentity) -> None:
         self.renewal_seconds = 5.0
         self.uploaded = 0.0
         self.first_batches = 0
@@ -51,7 +51,7 @@ class LeaseThread:
         self._has_warned = False  # of workers with the same batches
         self._checkpoint = ""  # shard 0's newest, for the other shards
         self._last_job: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._calls: list[tuple[ShardClient, Any]] = []
+        self._calls: list[tuple[ShardStream, Any]] = []
         self._thread = threading.Thread(target=self._run, name="psclient-lease", daemon=True)
 
     def start(self) -> None:
@@ -96,7 +96,7 @@ class LeaseThread:
         if self._checkpoint != before:
             self._renew_at(self._shards[1:])
 
-    def _renew_at(self, shards: Sequence[ShardClient]) -> None:
+    def _renew_at(self, shards: Sequence[ShardStream]) -> None:
         request = pb.RenewLeaseRequest(
             identity=self._identity,
             checkpoint=self._checkpoint,
@@ -111,7 +111,7 @@ class LeaseThread:
         for shard, call in self._calls:
             suppress_errors(partial(self._read, shard, call))
 
-    def _read(self, shard: ShardClient, call: Any) -> None:
+    def _read(self, shard: ShardStream, call: Any) -> None:
         try:
             answer: pb.RenewLeaseResponse = call.result()
         except grpc.RpcError as error:
@@ -126,9 +126,9 @@ class LeaseThread:
             log.warning(_SAME_BATCHES, self._identity.worker_id, answer.same_batches)
 
 
-def start_all(shards: Sequence[ShardClient], start: Callable[[ShardClient], Any]) -> list[tuple[ShardClient, Any]]:
+def start_all(shards: Sequence[ShardStream], start: Callable[[ShardStream], Any]) -> list[tuple[ShardStream, Any]]:
     """Begin a call at all shards at once: one that does not answer costs the others nothing."""
-    calls: list[tuple[ShardClient, Any]] = []
+    calls: list[tuple[ShardStream, Any]] = []
     for shard in shards:
         suppress_errors(lambda shard=shard: calls.append((shard, start(shard))))  # type: ignore[misc]
     return calls

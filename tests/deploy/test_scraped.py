@@ -61,7 +61,7 @@ def test_a_killed_worker_is_alerted_of_and_every_panel_shows_something(tmp_path:
             for model, optimizer in zip(models, optimizers, strict=True):
                 train_step(model, optimizer, x, y)
         before = scrape(server)
-        optimizers[1]._membership.leases.stop()  # as if killed: it renews no longer, and does not leave
+        optimizers[1]._run.leases.stop()  # as if killed: it renews no longer, and does not leave
         for _ in range(3):
             train_step(models[0], optimizers[0], x, y)
         alive = [total(text, EXPIRED) for text in before]

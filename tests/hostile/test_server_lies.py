@@ -8,7 +8,7 @@ import torch
 
 from psclient.errors import ServerFaultError, SparsepsError
 from psclient.rpc.channel import Connection, RetryPolicy
-from psclient.rpc.shard_client import PulledReply, ShardClient
+from psclient.rpc.shard_stream import PulledReply, ShardStream
 from psclient.settings import ClientSettings
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
@@ -80,7 +80,7 @@ def ask():
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, {"PullDiff": handler})])
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    shard = ShardClient(Connection(f"127.0.0.1:{port}", Security()), 0, SPAN, ClientSettings())
+    shard = ShardStream(Connection(f"127.0.0.1:{port}", Security()), 0, SPAN, ClientSettings())
 
     def pulled(messages):
         script[:] = [each if isinstance(each, bytes) else each.SerializeToString() for each in messages]

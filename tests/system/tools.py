@@ -79,7 +79,7 @@ def go_on(server: LocalServer, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _set_limits(optimizer: torch.optim.Optimizer, **limits: float) -> None:
-    membership = optimizer._membership
+    membership = optimizer._run
     membership.settings = membership.settings.model_copy(update=limits)
 
 

@@ -16,7 +16,7 @@ from psclient.compress.compressor import Compressor
 from psclient.compress.gradients import Gradients
 from psclient.compress.groups import ParamGroups
 from psclient.engine.checks import finite
-from psclient.engine.push_pull import _joined
+from psclient.engine.engine import joined
 from psclient.errors import ModelChangedError, NonFiniteGradientError, UpdateOverflowError
 from psclient.model.module import describe
 from psclient.optim.asgd import METHOD as ASGD
@@ -62,14 +62,14 @@ class Model:
         self.report = StepReport(0)
         self.of_groups.read()  # a test may have changed them
         self.sent = self.compressor.compress(range(len(self.parameters)), Gradients(gradients), clip, self.report)
-        joined = _joined(Span(0, size), self.sent.slices)
+        pieces = joined(Span(0, size), self.sent.slices)
         dense = torch.zeros(size)
-        for each in joined:
+        for each in pieces:
             if each.offsets is None:
                 dense[each.span.start : each.span.end] = each.values
             else:
                 dense[each.offsets + each.span.start] = each.values
-        return joined, dense
+        return pieces, dense
 
     def memories(self):
         return [

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from psclient.errors import AccessError, ConfigurationError, ServerUnreachableError
 from psclient.rpc.lease_thread import LeaseThread
 from psclient.rpc.resolver import ShardResolver, connect
-from psclient.rpc.shard_client import ShardClient
+from psclient.rpc.shard_stream import ShardStream
 from psclient.settings import ClientSettings
 from pscore.model.layout import Span
 from pscore.net import discovery
@@ -297,7 +297,7 @@ def test_leases_are_renewed_at_all_shards_at_once_and_a_new_checkpoint_is_told_a
         net.host(ip, shard)
         shard.meet = Meeting(meets)
     connections = connect(net.address, Security(), 30.0)
-    clients = [ShardClient(connection, i, Span(i, i + 1), ClientSettings()) for i, connection in enumerate(connections)]
+    clients = [ShardStream(connection, i, Span(i, i + 1), ClientSettings()) for i, connection in enumerate(connections)]
     leases = LeaseThread(clients, pb.WorkerIdentity())
     leases.renewal_seconds = 30.0
     leases._renew()

@@ -42,7 +42,7 @@ def dgs(model, server, **settings):
 
 def pushed(optimizer):
     """The codecs of every chunk that the worker sends from now on."""
-    codecs, shard = set(), optimizer._cluster.shards[0]
+    codecs, shard = set(), optimizer._run.shards[0]
     send = shard.send_chunk
     shard.send_chunk = lambda chunk, *values: (
         codecs.add((chunk.index_codec, chunk.value_codec)),

@@ -106,7 +106,7 @@ def test_a_full_disk_is_logged_when_it_begins_and_when_it_ends_and_not_for_each_
     with training(tmp_path) as (server, optimizer, model):
         journal = max((tmp_path / "data").glob("*/journal/*"))
         with limited(server, resource.RLIMIT_FSIZE, journal.stat().st_size):
-            membership = optimizer._membership
+            membership = optimizer._run
             patience = membership.settings
             membership.settings = patience.model_copy(update={"patience_seconds": 4.0})
             with pytest.raises(psclient.errors.ServerUnreachableError):

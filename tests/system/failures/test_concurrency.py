@@ -26,15 +26,15 @@ settings = ClientSettings(deadline_seconds=1, patience_seconds=1.5, connect_seco
 optimizer = psclient.GradientDropping(parameters, lr=1.0, density=0.02, server=server, worker=name, settings=settings)
 print("ready", flush=True)
 total = [torch.zeros_like(p) for p in parameters]
-while optimizer._push_pull.step < int(steps):
-    before = optimizer._push_pull.step
+while optimizer._engine.number < int(steps):
+    before = optimizer._engine.number
     for p in parameters:
         p.grad = torch.randn(p.shape)
     try:
         optimizer.step()
     except ServerUnreachableError:
         pass
-    if optimizer._push_pull.step > before:  # else an earlier push was in doubt, and this gradient was not taken in
+    if optimizer._engine.number > before:  # else an earlier push was in doubt, and this gradient was not taken in
         for p, t in zip(parameters, total):
             t += p.grad
 def settled_pull():

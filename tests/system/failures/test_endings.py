@@ -16,7 +16,7 @@ import psclient
 from psclient.errors import ConfigurationError, HandshakeError, SparsepsError
 from psclient.rpc import local_server
 from psclient.rpc.local_server import LocalServer
-from psclient.rpc.membership import Membership
+from psclient.rpc.run import Run
 from psclient.settings import ClientSettings
 from tests.system.connecting.test_secured import issue
 from tests.system.failures.test_interruptions import status
@@ -119,7 +119,7 @@ def test_what_leaves_after_its_first_call_was_not_answered_leaves_no_lease(monke
     with LocalServer(lease_seconds=600) as server:
         model = make_model()
         with monkeypatch.context() as patch:
-            patch.setattr(Membership, "_require_codecs", Mock(side_effect=KeyboardInterrupt))  # the answer is lost
+            patch.setattr(Run, "_require_codecs", Mock(side_effect=KeyboardInterrupt))  # the answer is lost
             with pytest.raises(KeyboardInterrupt):
                 dgs(model, server, worker="w", settings=PATIENT)
         wait_until(lambda: not status(server).workers)
@@ -130,7 +130,7 @@ def test_what_ends_before_its_first_call_has_nothing_to_leave(monkeypatch):
     with LocalServer(lease_seconds=600) as server:
         model = make_model()
         with monkeypatch.context() as patch:
-            patch.setattr(Membership, "join", Mock(side_effect=KeyboardInterrupt))
+            patch.setattr(Run, "join", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 dgs(model, server, worker="w", settings=PATIENT)
         assert not status(server).workers
@@ -245,7 +245,7 @@ def test_leaving_tells_all_shards_before_it_waits_for_one(monkeypatch):
         model = make_model()
         optimizer = dgs(model, server, settings=QUICK)
         train_step(model, optimizer, *make_data())
-        for shard in optimizer._cluster.shards:
+        for shard in optimizer._run.shards:
             monkeypatch.setattr(shard.connection.stub, "Leave", Leave())
         optimizer.close()
     assert heard == [3, 3, 3]

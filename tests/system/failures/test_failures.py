@@ -186,7 +186,7 @@ def test_a_lost_lease_is_had_again_without_a_word():
         model = make_model(batch_norm=False)
         optimizer = drop(model, server)
         train_step(model, optimizer, *make_data())
-        optimizer._membership.leases.stop()  # no renewal any more
+        optimizer._run.leases.stop()  # no renewal any more
         wait_until(lambda: not status(server).workers)
         train_step(model, optimizer, *make_data())
         assert optimizer.version == 2
@@ -203,7 +203,7 @@ def test_a_lost_lease_in_topk_mode_costs_one_full_reply():
             return optimizer.report.reply_mode
 
         wait_until(lambda: step() == "topk")  # on a machine with other load a lease may end between two steps
-        optimizer._membership.leases.stop()
+        optimizer._run.leases.stop()
         wait_until(lambda: not status(server).workers)
         assert step() == "exact"
         assert_same_parameters(model, server.server)

@@ -47,18 +47,18 @@ def interrupt_and_wait_until(caught):
 def test_a_step_that_is_interrupted_behind_its_commit_counts_once(after):
     layer, caught = linear(), threading.Event()
     with LocalServer(down_mode="exact") as server, overlapping(layer, server, psclient.ASGD, lr=1.0) as optimizer:
-        commit = optimizer._push_pull.commit
+        commit = optimizer._engine.commit
 
         def commit_and_interrupt(report):
             commit(report)
             wait_until(lambda: status(server).version == 1)
             interrupt_and_wait_until(caught)
 
-        optimizer._push_pull.commit = commit_and_interrupt
+        optimizer._engine.commit = commit_and_interrupt
         backward(layer)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
-        optimizer._push_pull.commit = commit
+        optimizer._engine.commit = commit
         caught.set()
         getattr(optimizer, after)()
         optimizer.zero_grad()
@@ -71,22 +71,22 @@ def test_a_step_that_is_interrupted_behind_its_commit_counts_once(after):
 def test_a_step_that_is_interrupted_while_it_waits_for_a_reply_is_completed_by_calling_it_again():
     layer, waiting, caught = linear(), threading.Event(), threading.Event()
     with LocalServer(down_mode="exact") as server, overlapping(layer, server, psclient.ASGD, lr=1.0) as optimizer:
-        fetch, collect = optimizer._push_pull.fetch, optimizer._stepper.overlap.collect
+        fetch, collect = optimizer._engine.fetch, optimizer._engine.overlap.collect
 
         def fetch_late():
             assert waiting.wait(30)
             interrupt_and_wait_until(caught)
             return fetch()
 
-        optimizer._push_pull.fetch = fetch_late
+        optimizer._engine.fetch = fetch_late
         backward(layer)
         optimizer.step()
         optimizer.zero_grad()
-        optimizer._stepper.overlap.collect = lambda seconds=None: (waiting.set(), collect(seconds))[1]
+        optimizer._engine.overlap.collect = lambda seconds=None: (waiting.set(), collect(seconds))[1]
         backward(layer)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
-        optimizer._push_pull.fetch = fetch
+        optimizer._engine.fetch = fetch
         caught.set()
         optimizer.step()
         assert moved(layer) == optimizer.version == 2
@@ -99,14 +99,14 @@ def test_a_step_that_ends_after_its_interrupt_is_not_taken_again_with_the_same_g
         LocalServer(down_mode="exact") as server,
         psclient.ASGD(layer.parameters(), lr=1.0, model=layer, server=server.server, settings=QUICK) as optimizer,
     ):
-        done = getattr(optimizer._push_pull, where)
+        done = getattr(optimizer._engine, where)
 
         def interrupted(*given):
-            setattr(optimizer._push_pull, where, done)
+            setattr(optimizer._engine, where, done)
             os.kill(os.getpid(), signal.SIGINT)
             return done(*given)
 
-        setattr(optimizer._push_pull, where, interrupted)
+        setattr(optimizer._engine, where, interrupted)
         backward(layer)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
@@ -158,7 +158,7 @@ def test_differences_whose_adding_was_interrupted_are_not_added_twice(overlap):
     ):
         for _ in range(4):
             train_step(model, optimizer, *make_data())
-        replica = optimizer._cluster.replica
+        replica = optimizer._engine.replica
         add = replica.add
 
         def add_and_interrupt(segments):
@@ -182,8 +182,8 @@ def test_a_push_in_doubt_has_one_patience_and_is_reported_once():
         LocalServer(down_mode="exact", lease_seconds=60) as server,
         overlapping(layer, server, psclient.ASGD, lr=1.0, settings=IN_PARTS) as optimizer,
     ):
-        await_ack, awaited = optimizer._push_pull.await_ack, []
-        optimizer._push_pull.await_ack = lambda report: (awaited.append(report), await_ack(report))[1]
+        await_ack, awaited = optimizer._engine.await_ack, []
+        optimizer._engine.await_ack = lambda report: (awaited.append(report), await_ack(report))[1]
         backward(layer)
         stop(server, optimizer)
         optimizer.step()  # its acknowledgement is awaited in the background

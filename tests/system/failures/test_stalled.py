@@ -297,8 +297,8 @@ def test_memory_stays_flat_however_many_streams_are_broken_off():
         process = psutil.Process(server.processes[0].pid)
         channel = grpc.insecure_channel(server.addresses[0])
         stub = ParameterServerServiceStub(channel)
-        shard = optimizer._cluster.shards[0]
-        opening = pb.PushHeader(identity=optimizer._membership.identity, generation=shard.generation)
+        shard = optimizer._run.shards[0]
+        opening = pb.PushHeader(identity=optimizer._run.identity, generation=shard.generation)
         opening.step = 1 << 40
         opening.plan.add(start=0, length=size)
         values = ONE * size

@@ -8,7 +8,7 @@ import torch
 import psclient
 from psclient.errors import ConfigurationError, ModelChangedError, ModelLoadedError
 from psclient.rpc.local_server import LocalServer
-from psclient.rpc.shard_client import ShardClient
+from psclient.rpc.shard_stream import ShardStream
 from tests.system.tools import QUICK, make_data, make_model, train_step
 
 ON_LOAD = [None, "server", "replace"]
@@ -236,9 +236,9 @@ def test_an_upload_that_breaks_between_two_shards_stops_nobody(server, monkeypat
         two.pull()
         before = mean(second)
         first.load_state_dict(checkpoint())
-        upload = ShardClient.upload
+        upload = ShardStream.upload
         with monkeypatch.context() as patch:
-            patch.setattr(ShardClient, "upload", lambda shard, *arguments: broken(upload, shard, *arguments))
+            patch.setattr(ShardStream, "upload", lambda shard, *arguments: broken(upload, shard, *arguments))
             with pytest.raises(KeyboardInterrupt):
                 steps(first, one, 1)
         one.close()

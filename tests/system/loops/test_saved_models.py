@@ -112,7 +112,7 @@ def test_a_model_can_be_scripted_traced_exported_and_saved_in_training(optimizer
     model = Net()
     made = optimizer(model, overlap=overlap)
     wanted = model(X)
-    before = made._stepper.samples_waiting
+    before = made._engine.samples_waiting
     forms = {
         "script": torch.jit.script(model),
         "trace": torch.jit.trace(model, X, check_trace=False),  # a check would call the model
@@ -125,7 +125,7 @@ def test_a_model_can_be_scripted_traced_exported_and_saved_in_training(optimizer
     for name in ("script", "trace"):
         torch.jit.save(forms[name], io.BytesIO())
     assert "psclient" not in str(forms["fx"].code) + str(forms["script"].code) + str(forms["export"].graph)
-    assert made._stepper.samples_waiting == before, "a model that is traced trains nothing"
+    assert made._engine.samples_waiting == before, "a model that is traced trains nothing"
     made.zero_grad()
 
 

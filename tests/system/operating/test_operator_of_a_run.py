@@ -95,7 +95,7 @@ def test_drain_waits_for_a_push_that_is_under_way(two_shards, worker, capsys):
     commit = threading.Event()
 
     def messages():
-        identity = optimizer._membership.identity
+        identity = optimizer._run.identity
         header = pb.PushHeader(
             identity=identity, step=1000, generation=shard.generation, base_version=shard.version, samples=1
         )

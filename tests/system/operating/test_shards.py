@@ -98,7 +98,7 @@ def test_one_address_is_enough_for_workers_and_operators(tmp_path, capsys):
         optimizer = dgs(model, command.address, worker="w")
         for _ in range(3):
             train_step(model, optimizer, *make_data())
-        assert [shard.address for shard in optimizer._cluster.shards] == [command.address_of(i) for i in range(SHARDS)]
+        assert [shard.address for shard in optimizer._run.shards] == [command.address_of(i) for i in range(SHARDS)]
         assert_same_parameters(model, command.address)
         for any_shard in range(SHARDS):
             code, rows = run_json(capsys, "status", command.address_of(any_shard))

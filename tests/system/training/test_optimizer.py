@@ -21,8 +21,8 @@ from psclient.errors import (
     SettingsMismatchError,
     WorkerAliveError,
 )
-from psclient.rpc.cluster import Cluster
 from psclient.rpc.local_server import LocalServer
+from psclient.rpc.shard_stream import ShardStream
 from pscore.selection.cuda.launches import DeviceKernels
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step
 
@@ -180,7 +180,7 @@ def test_on_a_device_nothing_is_lost_or_pushed_twice_where_a_push_does_not_open(
         raise OSError("no stream")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Cluster, "open_push", refuse)
+        patch.setattr(ShardStream, "open_push", refuse)
         with pytest.raises(OSError, match="no stream"):
             optimizer.step()
     assert torch.equal(optimizer.state_dict()["state"][0]["residual"], w.grad)

@@ -317,14 +317,14 @@ def test_a_pull_that_fails_half_way_is_no_step_of_this_worker(monkeypatch):
         ):
             train_step(other, others, *make_data(seed=1, count=32))
             expected = values(other)
-            pull = optimizer._cluster.pull
+            pull = optimizer._engine._pull
 
             def interrupted():
                 pull()
                 raise KeyboardInterrupt
 
             with monkeypatch.context() as patch:
-                patch.setattr(optimizer._cluster, "pull", interrupted)
+                patch.setattr(optimizer._engine, "_pull", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     optimizer.pull()
             optimizer.flush()

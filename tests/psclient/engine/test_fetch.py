@@ -2,8 +2,9 @@
 
 from types import SimpleNamespace
 
-from psclient.rpc.cluster import Cluster
-from psclient.rpc.shard_client import PulledReply
+from psclient.engine.engine import Engine
+from psclient.rpc.run import Run
+from psclient.rpc.shard_stream import PulledReply
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
@@ -22,15 +23,17 @@ class Shard:
 
 
 def fetched(shards, join):
-    membership = SimpleNamespace(
+    run = SimpleNamespace(
         shards=shards,
         replica=None,
         buffers=SimpleNamespace(only=lambda _: None),
         identity=pb.WorkerIdentity(),
         policy=lambda: None,
         join=join,
+        each=lambda waiting, call: [call(shard) for shard in waiting],
+        joining_again=lambda calls: Run.joining_again(run, calls),
     )
-    return Cluster(membership).fetch()
+    return Engine(None, None, run, None, None, None, None, None, None, synchronous=False).fetch()
 
 
 def test_a_join_that_changes_the_generation_has_every_shard_asked_again():

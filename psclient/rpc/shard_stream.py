@@ -1,6 +1,6 @@
 """A client of one shard: pushes, pulls, uploads, and how far the replica follows the shard.
 
-Each call returns an outcome; :mod:`psclient.rpc.cluster` decides what a failure means for the training.
+Each call returns an outcome; :mod:`psclient.engine.engine` decides what a failure means for the training.
 """
 
 import math
@@ -69,7 +69,7 @@ class _Asked(NamedTuple):
     request: pb.PullDiffRequest
 
 
-class ShardClient:
+class ShardStream:
     """The calls of one shard, which has ``span``, and the state of the replica with respect to it.
 
     Attributes:

@@ -1,12 +1,13 @@
-"""A worker's membership: joining every shard, uploading the model, leaving (docs/reference/protocol.md, *Joining*)."""
+"""A worker's place in a run: joining, uploading, leasing samples, leaving (docs/reference/protocol.md, *Joining*)."""
 
 import logging
 import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import grpc
 
@@ -15,6 +16,7 @@ from psclient.errors import (
     START_FIRST,
     STEP_AGAIN,
     ConfigurationError,
+    LeaseLostError,
     RefusedError,
     ServerNotReadyError,
     ServerUnreachableError,
@@ -23,13 +25,14 @@ from psclient.errors import (
     from_refusal,
     from_rpc_error,
 )
-from psclient.executor import is_cancelled
+from psclient.executor import SerialExecutor, is_cancelled
 from psclient.model.module import NamedBuffers
 from psclient.model.replica import Replica
 from psclient.rpc.channel import HANDSHAKE_SECONDS, RetryPolicy, pause, suppress_errors
 from psclient.rpc.lease_thread import LeaseThread, start_all
 from psclient.rpc.progress_line import ProgressLine
-from psclient.rpc.shard_client import WAIT_SHARE, ShardClient
+from psclient.rpc.samples import SampleTracker
+from psclient.rpc.shard_stream import WAIT_SHARE, ShardStream
 from psclient.settings import ClientSettings
 from pscore.model.buffers import pack
 from pscore.names import shown
@@ -50,14 +53,18 @@ from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
 log = logging.getLogger("psclient")
 
+Result = TypeVar("Result")
+
 _LEAVING_SECONDS = 2.0
+_CLOSING_SECONDS = 1.0
+_MOST_REJOINS = 20  # in one step; each may wait, so this is a guard against a loop, not a time limit
 _FIRST_DEADLINE_SECONDS = 5.0  # before the first contact: a wrong address should be said soon
 _LONGEST_WAIT_SECONDS = 3600.0  # of one call, for other workers
 _PROGRESS_SECONDS = 1.0  # between two lines about another worker's upload
 _AGAIN_SECONDS = 0.2  # between two joins, if it is not known what they wait for
 
 
-class Membership:
+class Run:
     """One worker's place in a run, at all of its shards.
 
     Attributes:
@@ -67,11 +74,12 @@ class Membership:
         last_push_record: incarnation and step of the last push under this name that shard 0 knew at the first join.
         upload_bytes: message bytes of models sent.
         digest: of the model with which this worker began the training by an upload; else empty.
+        progress: of the samples that this worker leases.
     """
 
     def __init__(
         self,
-        shards: Sequence[ShardClient],
+        shards: Sequence[ShardStream],
         worker_id: str,
         replica: Replica,
         buffers: NamedBuffers,
@@ -88,6 +96,10 @@ class Membership:
         self.run_settings, self.run_finished = pb.RunSettings(), False
         self.last_push_record: tuple[str, int] | None = None
         self.digest = b""
+        self.progress = SampleTracker()
+        # One thread a shard, if there are several; daemons, so that they still work when the interpreter ends.
+        self._threads = [SerialExecutor(f"psclient-{i}") for i in range(len(shards))] if len(shards) > 1 else []
+        self._cancelling = SerialExecutor("psclient-cut")
         codec = INDEX_CODECS.get(settings.index_codec)  # none: "auto"
         self._request = pb.JoinRequest(
             identity=self.identity,
@@ -284,7 +296,7 @@ class Membership:
         if not self.joins:
             self.last_push_record = (first.last_incarnation, first.last_step) if first.last_step else None
 
-    def _join_shard(self, shard: ShardClient, seconds: float, generation_seen: int = 0) -> pb.JoinResponse:
+    def _join_shard(self, shard: ShardStream, seconds: float, generation_seen: int = 0) -> pb.JoinResponse:
         request = pb.JoinRequest(
             shard_index=shard.index,
             generation_seen=generation_seen,
@@ -329,7 +341,7 @@ class Membership:
         if is_cancelled():
             raise ServerUnreachableError(self.coordinator.address, 0.0, "joining was interrupted", STEP_AGAIN)
 
-    def _require_codecs(self, shard: ShardClient, answer: pb.JoinResponse) -> None:
+    def _require_codecs(self, shard: ShardStream, answer: pb.JoinResponse) -> None:
         for setting, codecs, readable in (
             ("value_type", VALUE_CODECS, answer.value_codecs or PLAIN_VALUE_CODECS),
             ("index_codec", INDEX_CODECS, answer.index_codecs or PLAIN_INDEX_CODECS),
@@ -359,7 +371,7 @@ class Membership:
             self._last_progress = time.monotonic()
         self._pause(0.0)
 
-    def _upload(self, shard: ShardClient, joined: pb.JoinResponse, generation: int, line: ProgressLine) -> bool:
+    def _upload(self, shard: ShardStream, joined: pb.JoinResponse, generation: int, line: ProgressLine) -> bool:
         """Send a shard its range, if it has none of this upload; False if another worker was faster: join again."""
         if joined.state == pb.JOIN_STATE_READY and joined.generation == generation:
             shard.adopt(generation)  # nobody else is given this generation
@@ -401,6 +413,62 @@ class Membership:
         self.digest = b"" if self.coordinator.has_base else self.replica.digest()
         return self.digest
 
+    def each(self, shards: Sequence[ShardStream], call: Callable[[ShardStream], Result]) -> list[Result]:
+        """Call for every shard in parallel and return the results in order; the first error is raised after all."""
+        if len(shards) <= 1:
+            return [call(shard) for shard in shards]
+        parts = [self._threads[shard.index].submit(partial(call, shard), as_part=True) for shard in shards]
+        for part in parts:
+            part.wait()
+        return [part.result() for part in parts]
+
+    def joining_again(self, calls: str) -> Iterator[int]:
+        """Yield how often the worker has joined again, and join before each further attempt."""
+        for joins in range(_MOST_REJOINS):
+            yield joins
+            self.join()
+        raise LeaseLostError(f"the server takes the worker in and refuses its {calls} again and again")
+
+    def lease_samples(
+        self, request: pb.LeaseSamplesRequest, *, waits: bool = False
+    ) -> tuple[pb.LeaseSamplesResponse, int]:
+        """Lease samples of shard 0; return its answer, and how often this worker had joined when it asked.
+
+        After another join its samples may be others'. ``waits``: the answer may wait until there are some.
+        """
+        connection = self.coordinator.connection
+
+        def attempt(seconds: float) -> pb.LeaseSamplesResponse:
+            request.wait_seconds = WAIT_SHARE * seconds if waits else 0.0
+            found: pb.LeaseSamplesResponse = connection.result(
+                connection.stub.LeaseSamples.future(request, timeout=seconds)
+            )
+            return found
+
+        for _ in self.joining_again("samples"):
+            joins = self.joins
+            request.identity.CopyFrom(self.identity)
+            answer = connection.call(self.policy(), attempt)
+            if isinstance(answer, pb.LeaseSamplesResponse):
+                self.run_finished |= answer.run_state == pb.RUN_STATE_FINISHED
+                return answer, joins
+            if answer.reason not in REJOIN_REASONS:
+                raise from_refusal(answer)
+        raise AssertionError("joining again ends with an error")
+
+    def cancel_unawaited(self) -> None:
+        """End the calls of cancelled jobs; waits for nothing, so that any thread may call."""
+        for shard in self.shards:
+            self._cancelling.submit(shard.connection.cancel_unawaited)
+
+    def close(self) -> None:
+        """Leave the run and close the channels."""
+        self.leave()
+        for shard in self.shards:
+            shard.close()
+        for thread in (*self._threads, self._cancelling):
+            thread.close(_CLOSING_SECONDS)
+
     def wait_for_all(self, seconds: float, step: int) -> None:
         """Say everywhere that this worker is through, and return when all live workers are, or the run is over.
 
@@ -425,7 +493,10 @@ class Membership:
         self._waiting_since = -1
 
     def cancel_wait(self) -> None:
-        """Have the call that waits for other workers answered at once, where there is one."""
+        """Have the call that waits for other workers answered soon, if there is one; waits for nothing."""
+        self._cancelling.submit(self._end_wait)
+
+    def _end_wait(self) -> None:
         if (call := self._waiting) is not None:
             call.cancel()
 
@@ -438,7 +509,7 @@ class Membership:
         for shard in reversed(self.shards):
             held = max(0.0, seconds) if shard is self.coordinator else 0.0
 
-            def attempt(timeout: float, shard: ShardClient = shard, held: float = held) -> pb.WaitForAllResponse:
+            def attempt(timeout: float, shard: ShardStream = shard, held: float = held) -> pb.WaitForAllResponse:
                 request = pb.WaitForAllRequest(identity=self.identity, number=self._waits)
                 longest = min(held, WAIT_SHARE * timeout, _LONGEST_WAIT_SECONDS)
                 request.wait_seconds = longest if math.isinf(self._deadline) else 0.0

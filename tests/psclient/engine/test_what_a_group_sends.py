@@ -2,7 +2,7 @@
 
 import torch
 
-from psclient.engine.push_pull import _as_decoded, _joined
+from psclient.engine.engine import _as_decoded, joined
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
@@ -14,7 +14,7 @@ def dense(start, end):
 
 
 def test_dense_neighbours_become_runs_and_a_gap_ends_one():
-    runs = _joined(Span(0, 20), [dense(0, 4), dense(4, 6), dense(9, 12)])
+    runs = joined(Span(0, 20), [dense(0, 4), dense(4, 6), dense(9, 12)])
     assert [(run.span, run.offsets) for run in runs] == [(Span(0, 6), None), (Span(9, 12), None)]
     assert torch.cat([run.values for run in runs]).tolist() == [0, 1, 2, 3, 4, 5, 9, 10, 11]
 
@@ -22,14 +22,14 @@ def test_dense_neighbours_become_runs_and_a_gap_ends_one():
 def test_one_sparse_tensor_makes_the_group_one_sparse_segment():
     sparse = SparseSlice(Span(10, 20), torch.tensor([1, 3]), torch.tensor([5.0, 6.0]))
     nothing = SparseSlice(Span(6, 10), torch.empty(0, dtype=torch.int64), torch.empty(0))
-    [joined] = _joined(Span(4, 20), [dense(4, 6), nothing, sparse])
-    assert joined.span == Span(4, 20)
-    assert joined.offsets.tolist() == [0, 1, 7, 9]
-    assert joined.values.tolist() == [4, 5, 5, 6]
+    [piece] = joined(Span(4, 20), [dense(4, 6), nothing, sparse])
+    assert piece.span == Span(4, 20)
+    assert piece.offsets.tolist() == [0, 1, 7, 9]
+    assert piece.values.tolist() == [4, 5, 5, 6]
 
 
 def test_a_group_that_sends_nothing_has_no_segment():
-    assert _joined(Span(0, 4), []) == []
+    assert joined(Span(0, 4), []) == []
 
 
 def test_what_arrives_and_what_quantisation_takes_make_what_was_sent():

@@ -1,0 +1,817 @@
+"""A worker's engine: check the gradients, select, push, await the acknowledgement, fetch the reply, apply it.
+
+The order is that of docs/reference/protocol.md. With overlap the same goes on beside the computation
+(:mod:`psclient.engine.overlap`), and a step waits for it.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, KeysView, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from psclient.compress.compressor import Compressor
+from psclient.compress.gradients import Gradients, Scale
+from psclient.compress.grouping import Grouping, Groups
+from psclient.compress.groups import ParamGroups, Rates
+from psclient.compress.table import Sent
+from psclient.engine.checks import PushedGradients, finite, refuse_unsound, require_trainable
+from psclient.engine.mgs import MergedGradients
+from psclient.engine.overlap import Overlap
+from psclient.engine.sample_counter import SampleCounter
+from psclient.errors import (
+    REJOIN_REASONS,
+    STEP_AGAIN,
+    ConfigurationError,
+    ModelChangedError,
+    ModelLoadedError,
+    NonFiniteGradientError,
+    RunFinishedError,
+    ServerFaultError,
+    ServerUnreachableError,
+    SparsepsError,
+    from_refusal,
+)
+from psclient.model.module import TrainedModel
+from psclient.model.replica import Replica
+from psclient.report import StepReport, Totals
+from psclient.rpc.buffers import BufferExchange
+from psclient.rpc.channel import suppress_errors
+from psclient.rpc.push_part import PushPart
+from psclient.rpc.run import Run
+from psclient.rpc.shard_stream import PulledReply, ShardStream
+from pscore.model.layout import Span
+from pscore.model.sparse_slice import SparseSlice, entries, merge
+from pscore.names import shown
+from pscore.selection.cuda.launches import UnsoundError
+from pscore.telemetry import tracing
+from pscore.telemetry.span import NO_SPAN
+from pscore.wire import frames
+from pscore.wire.dense import dense_chunks
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
+
+log = logging.getLogger("psclient")
+
+CLOSING_SECONDS = 5.0
+"""An end must not wait for a server that is gone."""
+
+_SAMPLED_STEPS = 16
+"""Between two looks for parameters that were written to without a trace; each reads some hundred KB twice."""
+
+Schedule = Callable[[int], float]
+"""The density of a worker's step, counted from 1."""
+
+GradientSource = Callable[[range], dict[int, torch.Tensor]]
+"""Returns the gradients (or differences) of tensors of the layout, by position, without a copy."""
+
+GradientScale = Callable[[Sequence[torch.Tensor], int], Scale]
+"""The factor for all gradients of a step, from the gradients and the number of live workers."""
+
+Replies = dict[int, PulledReply]
+
+
+@dataclass
+class PushOutcome:
+    """What became of the parts of a push; ``error`` is a refusal to be raised once ``refused`` parts are restored."""
+
+    answers: list[pb.PushSparseResponse] = field(default_factory=list)
+    refused: list[PushPart] = field(default_factory=list)
+    error: Rejected | None = None
+
+
+class Engine:
+    """One worker's steps, without a reference to the optimizer around it; a push is sent in groups of tensors.
+
+    ``schedule`` is ``None`` if the param groups have the density; ``rates`` returns the rates of the next push;
+    ``synchronous``: updates are gathered in rounds, or go to a model of the worker's own; ``merged`` measures, and
+    chooses the groups, if that was asked for.
+
+    Attributes:
+        number: of the step that was begun last.
+        acknowledged_step: the last one that some shard has applied.
+        refused: parts of pushes that went back.
+        overlap: if gradients leave during backward.
+    """
+
+    local_steps = 0  # each step is pushed
+
+    def __init__(
+        self,
+        model: TrainedModel,
+        groups: ParamGroups,
+        run: Run,
+        selector: Compressor,
+        grouping: Grouping,
+        merged: MergedGradients | None,
+        schedule: Schedule | None,
+        rates: Callable[[], Rates],
+        gradients: GradientSource,
+        *,
+        synchronous: bool,
+    ) -> None:
+        self.report, self.totals = StepReport(0), Totals()
+        self.number = self.acknowledged_step = self.refused = 0
+        self.merged = merged
+        self.overlap: Overlap | None = None
+        self.replica: Replica = run.replica
+        self._model, self._groups, self._schedule, self._rates = model, groups, schedule, rates
+        self._run, self._shards, self._selector, self._grouping = run, run.shards, selector, grouping
+        self._gather, self._synchronous = gradients, synchronous
+        self._buffers = BufferExchange(run)
+        self._samples: SampleCounter | None = None
+        self._samples_since_exchange = 0
+        self._pushed_samples = [0] * len(self._shards)  # of the last push, as its header says
+        self._owed_samples = [0] * len(self._shards)
+        """Samples of pushes that a shard did not apply: their gradients are in the residuals, and go with the next."""
+        self._pushed = PushedGradients()
+        self._warned_no_gradient = False
+        self._drifted: set[str] = set()  # tensors that others have written to, of which the log has spoken
+        self._first_digest: bytes | None = None  # of the model at the beginning, until it has been compared with it
+        self._end_reported = False
+        self._spans: list[Span] = []  # of the groups of the push that was opened last
+        self._places: list[dict[int, int]] = []  # of these groups in each shard's plan
+        self._outcome: PushOutcome | None = None
+        self._committed_at = self._awaited_commit_at = 0.0
+        self._opened_span = self._awaited_span = NO_SPAN  # two: with overlap a push may open before the last reply
+
+    @property
+    def begun(self) -> bool:
+        """True where hooks have submitted gradients, and the step has not ended."""
+        return self.overlap is not None and self.overlap.begun
+
+    @property
+    def unfinished(self) -> bool:
+        """True where a step that has not ended has pushed the gradients of now."""
+        return not self.begun and self._pushed.matches(self._gather_all())
+
+    @property
+    def samples_waiting(self) -> int:
+        """Samples that have passed through the model since the last step."""
+        return 0 if self._samples is None else self._samples.waiting
+
+    def start(self, samples: SampleCounter | None, *, overlap: bool) -> None:
+        """Replace the model by the server's, after joining, and begin to count samples."""
+        self._samples = samples
+        self.report = self._fetch_and_apply(adopt_buffers=True)
+        uploaded = b"" if self.report.pull_entries else self._run.digest
+        self._first_digest = uploaded or self.replica.digest()
+        if overlap:
+            self.overlap = Overlap(self._model, self._groups, self, self._gather, self._begin)
+
+    def step(self, samples: int | None, scale: GradientScale) -> None:
+        """Push the gradients that are there and bring the parameters up to the server's."""
+        if self._run.run_finished:
+            if self.overlap is not None and not self._end_reported:
+                # The loop may have read `finished` before the reply in the background changed it.
+                self._end_reported = True
+                self.finish_overlap()
+                self.overlap.forget()
+                return
+            run_id = self._run.identity.run_id
+            raise RunFinishedError(f"run {run_id!r} is over; leave the loop when optimizer.finished is true")
+        self.settle_load()
+        if self.overlap is not None and samples is not None:
+            raise ConfigurationError("with overlap=True samples are counted at the calls of model=; leave samples out")
+        found = self._gather_all()
+        if not found:
+            require_trainable(self._model, self._groups)
+        if not self.begun and self._pushed.matches(found):
+            self.finish_push()
+            self._receive(self.report)
+        elif self.overlap is None:
+            self._step(found, samples, scale)
+        else:
+            self._overlapped_step(self.overlap, found)
+
+    def completed(self) -> None:
+        """Note that the caller knows of a step's end: the same gradients again are another step's."""
+        self._pushed.clear()
+
+    def flush(self, samples: int = 0) -> None:
+        """Push all residuals whole; ``samples``: the first of those waiting, whose steps are in the residuals."""
+        self.finish_push()
+        if self._run.run_finished:
+            return
+        if self._samples is not None:
+            self._samples.leave_out(samples)
+        self._groups.read()
+        report = self.report = self._open(samples, self._rates())
+        self._push(report, lambda number: self._send_residuals(report, number))
+        self._add(report)
+
+    def flush_on_exit(self) -> None:
+        """Push all residuals."""
+        self.flush()
+
+    def pull(self) -> None:
+        """Bring the parameters up to the server's without pushing, wherever they lie now."""
+        self.finish_overlap()
+        self.settle_load(drops=True)
+        self._await_unacked()
+        self._fetch_and_apply()
+
+    def wait_for_all(self, seconds: float) -> None:
+        """Wait until all live workers are through; the buffers are the average of all then."""
+        self.finish_push()
+        if self._samples_since_exchange:
+            self._exchange_last_buffers()
+        self._run.wait_for_all(seconds, self.number)
+        self.totals.buffer_bytes += self._buffers.exchange(self.number, 0)
+
+    def settle_load(self, *, drops: bool = False) -> bool:
+        """Offer a model that was loaded into the worker to the servers; return whether the model is another one now.
+
+        That costs next to nothing where nobody has written to the model; the first time all of it is read. If a
+        trained server refuses the model (docs/guide/training.md), it is dropped (``drops``) or
+        :class:`ModelLoadedError` raised. :class:`ModelChangedError` where a tensor is of another kind.
+        """
+        self._model.check()
+        replica = self.replica
+        name = replica.loaded()
+        if self._buffers.travel:
+            self._buffers.tensors.now()  # raises where a buffer is of another kind
+        if name is None:
+            self._warn_of_drift(replica.drifted())
+        if name is None and self._first_digest is None:
+            return False
+        digest = replica.digest()
+        changed = digest != self._first_digest
+        if self._first_digest is not None:
+            self._model.check_frozen()
+        if changed and self._first_digest is None and not drops:
+            self._model.refuse_averages(replica.written())
+        if changed:
+            self.finish_push()
+            self._offer_model(name or self._model.layout.parameters[0].name, digest, drops=drops)
+            self._fetch_and_apply(adopt_buffers=True)
+        else:
+            replica.accept()
+        self._first_digest = None
+        return changed
+
+    def _warn_of_drift(self, tensor: str | None) -> None:
+        if tensor is None or tensor in self._drifted:
+            return
+        self._drifted.add(tensor)
+        log.warning(
+            "%r has other values than the last reply left, and nothing has counted the writing: the script writes "
+            "through .data, say. The server does not know these values, and this worker computes its gradients for "
+            "another model than the server's from now on. Leave the parameters alone between two steps. A change "
+            "that all workers are to have is written under torch.no_grad() with on_load='replace' (docs/guide/"
+            "training.md, A model that is loaded later). A random block of the parameters is looked at every %d steps",
+            tensor,
+            _SAMPLED_STEPS,
+        )
+
+    def _offer_model(self, tensor: str, digest: bytes, *, drops: bool) -> None:
+        """Offer the parameters, of which ``tensor`` was written to, to the servers; a pull brings what is missing."""
+        run = self._run
+        before, on_load = run.coordinator.generation, run.settings.on_load
+        accepted = run.join(pb.LoadedModel(digest=digest, replaces=on_load == "replace"))
+        if not accepted and on_load == "error" and not drops:
+            raise ModelLoadedError(tensor, run.identity.run_id, run.joined_version)
+        if not accepted:
+            log.warning(
+                "the model that was loaded is dropped, as %s says: run %s goes on from its own, at version %d",
+                'on_load="server"' if on_load == "server" else "pull()",
+                shown(run.identity.run_id),
+                run.joined_version,
+            )
+        self.replica.accept()
+        if run.coordinator.generation == before or not all(shard.has_base for shard in self._shards):
+            for shard in self._shards:
+                shard.forget_base()
+
+    def finish_push(self) -> None:
+        """Finish the work in the background, and await the answer to the last push."""
+        self.finish_overlap()
+        self._await_unacked()
+
+    def finish_overlap(self) -> None:
+        """With overlap: end the work in the background, and apply the reply that is awaited.
+
+        A reply to a replica that others have written to is dropped: the next step reports the writing.
+        """
+        if self.overlap is None or self.overlap.in_child:
+            return
+        seconds = self._run.seconds_left
+        try:
+            self.overlap.break_off(seconds)
+            replies = self.overlap.collect(seconds)
+        except TimeoutError as error:
+            if isinstance(error, SparsepsError):
+                raise
+            address = self._run.coordinator.address
+            raise ServerUnreachableError(address, seconds or 0.0, "a reply is awaited", STEP_AGAIN) from None
+        try:
+            if replies is None or self.replica.loaded() is not None:
+                return
+        except ModelChangedError:
+            return
+        report = StepReport(self.number)
+        self.apply(report, replies)
+        self._add(report)
+
+    def leave(self) -> None:
+        """Finish what can be in the time left, and leave the run."""
+        try:
+            suppress_errors(self.finish_overlap)
+            if self._samples_since_exchange and not self.unacked_parts():
+                suppress_errors(self._exchange_last_buffers)
+        finally:
+            self._close()
+
+    def abandon(self) -> None:
+        """Leave the run after the optimizer was collected; the model, which may be in use, is not changed."""
+        self._run.set_deadline(CLOSING_SECONDS)
+        try:
+            if self.overlap is not None:
+                with suppress(TimeoutError):
+                    self.overlap.break_off(self._run.seconds_left)
+                self.overlap.close()  # before the worker leaves: a pull under way would join again
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        if self._samples is not None:
+            self._samples.close()
+        self._run.close()
+        if self.overlap is not None:
+            self.overlap.close()
+
+    def _await_unacked(self) -> None:
+        if self.unacked_parts():
+            self.await_ack(self.report)
+
+    def _gather_all(self) -> dict[int, torch.Tensor]:
+        return self._gather(range(len(self._model.parameters)))
+
+    def _fetch_and_apply(self, *, adopt_buffers: bool = False) -> StepReport:
+        """Make the parameters the server's, and with ``adopt_buffers`` the buffers, too."""
+        report = StepReport(self.number)
+        self._count(report, self._pull())
+        if adopt_buffers:
+            report.buffer_bytes = self._buffers.exchange(report.step, 0, adopt=True)
+        self._add(report)
+        return report
+
+    def _add(self, report: StepReport) -> None:
+        self.totals.add(report)
+        self.totals.refused = self.refused
+        self.totals.upload_bytes = self._run.upload_bytes
+
+    def _step(self, found: dict[int, torch.Tensor], samples: int | None, scale: GradientScale) -> None:
+        if not found and not self._warned_no_gradient:
+            self._warned_no_gradient = True
+            log.warning(
+                "step() has found no gradient in any of its parameters: is model= the one that the loop trains?"
+            )
+        gradients = finite(self._model, found, waits=not self._selects_before_opening(found.keys()))
+        self._await_unacked()  # the answer has the number of live workers
+        factor = scale(list(gradients.values()), self._run.live_workers)
+        if gradients.unsound is None:
+            factor = float(factor)
+        early, first = StepReport(0), None
+        rates = self._ready()
+        if gradients.unsound is not None:
+            first = self._select(early, gradients, factor)
+            self._pushed.note(found)  # what is not pushed of them is in the residuals
+        try:
+            report = self.report = self._open(self._counted(samples), rates)
+        except BaseException:
+            self._selector.restore([] if first is None else first.slices)
+            raise
+        report.seconds, report.wanted_entries = early.seconds, early.wanted_entries
+        report.selected_entries = early.selected_entries
+        self._pushed.note(found)  # from the commit on these gradients are pushed, whatever becomes of the reply
+
+        def send(number: int) -> None:
+            self.send_gradients(report, number, gradients, factor, None if number else first)
+
+        try:
+            self._push(report, send, asks=True)
+        except NonFiniteGradientError:
+            self._pushed.clear()
+            raise
+        self._receive(report)
+
+    def _select(self, report: StepReport, gradients: Gradients, factor: Scale) -> Sent:
+        """Select from the first group; where gradients are not finite, the device has changed nothing."""
+        try:
+            return self._select_from(report, gradients, factor)
+        except UnsoundError:
+            refuse_unsound(self._model, gradients)
+            return self._select_from(report, gradients, factor)
+
+    def _overlapped_step(self, overlap: Overlap, found: dict[int, torch.Tensor]) -> None:
+        report = self.report = overlap.finish()
+        self._pushed.note(found)
+        if self._synchronous:  # nothing is staler: the mean of this step is applied in this step
+            self._await_ack(report, asks=True)
+            self._receive(report)
+            return
+        with report.timed("wait"):
+            replies = overlap.collect()
+        if replies is not None:
+            self.apply(report, replies)
+        overlap.launch(report)
+        self._end(report)
+
+    def _begin(self) -> StepReport:
+        """Open the push of a new step, at the schedule's density, once the last push is answered."""
+        self._await_unacked()
+        rates = self._ready()
+        return self._open(self._counted(None), rates)
+
+    def _ready(self) -> Rates:
+        """Set the density of the next step, read its hyper-parameters, and return its learning rates.
+
+        The shards are told if all is pushed.
+        """
+        if self._schedule is not None:
+            self._groups.set_density(self._schedule(self._next_step))
+        self._groups.read()
+        for shard in self._shards:
+            shard.pushes_all = self._groups.send_all
+        return self._rates()
+
+    def _counted(self, samples: int | None) -> int:
+        counted = self._samples.take(warn=samples is None) if self._samples is not None else 1
+        if samples is None:
+            self._run.progress.check(counted)
+        return counted if samples is None else samples
+
+    def _open(self, samples: int, rates: Rates) -> StepReport:
+        self._samples_since_exchange += samples
+        self.totals.samples += samples
+        return self._open_push(samples, rates)
+
+    def _push(self, report: StepReport, send: Callable[[int], None], *, asks: bool = False) -> None:
+        """Send every group of the open push, commit, ask for the reply where one is to be fetched, await the ack."""
+        try:
+            for number in range(len(self.groups)):
+                send(number)
+            self.commit(report)
+        except BaseException:
+            self.abandon_push()
+            raise
+        self._await_ack(report, asks=asks)
+
+    def _await_ack(self, report: StepReport, *, asks: bool) -> None:
+        if asks:
+            self.ask()
+        with report.timed("wait"):
+            self.await_ack(report)
+
+    def _receive(self, report: StepReport) -> None:
+        """Fetch the reply to an answered push, apply it, and end the step."""
+        with report.timed("wait"):
+            replies = self.fetch()
+        report.move(max(reply.decode_seconds for reply in replies.values()), "wait", "apply")
+        self.apply(report, replies)
+        self._end(report)
+
+    def _end(self, report: StepReport) -> None:
+        if self.merged is not None:
+            self.merged.advance()
+        if report.step % self._run.run_settings.buffer_period_steps == 0:
+            with report.timed("buffers"):
+                report.buffer_bytes = self._buffers.exchange(report.step, self._samples_since_exchange)
+            self._samples_since_exchange = 0
+        self._add(report)
+        if report.step % _SAMPLED_STEPS == 1:
+            self.replica.sample()
+        if not self._synchronous:
+            self._groups.warn_of_momentum(self._run.live_workers)
+
+    def _exchange_last_buffers(self) -> None:
+        self.totals.buffer_bytes += self._buffers.exchange(self.number, self._samples_since_exchange)
+        self._samples_since_exchange = 0
+
+    # A push
+
+    @property
+    def groups(self) -> Groups:
+        """The positions of each group's tensors, in the order of sending."""
+        return self._grouping.groups
+
+    @property
+    def _next_step(self) -> int:
+        """The number of the push that opens next; a worker that comes back goes on from the last one of its name."""
+        return max(self.number + 1, self._run.first_step)
+
+    def _open_push(self, samples: int, rates: Rates) -> StepReport:
+        """Begin the push of a new step at every shard; the last push must be answered.
+
+        A push without ``samples``, a flush, is told from others by that; it leaves what earlier pushes owe to the next.
+        """
+        self.number = self._next_step
+        if self.merged is not None:
+            self.merged.opened()
+        offsets, run = self._model.layout.offsets, self._run
+        self._spans = [Span(offsets[group.start], offsets[group.stop]) for group in self.groups]
+        self._opened_span = tracing.begin_step(step=self.number, worker=run.identity.worker_id)
+        finished = run.progress.open_push(samples)
+        self._places = []
+        with self._opened_span.active():
+            for shard in self._shards:
+                parts = {number: span.intersect(shard.span) for number, span in enumerate(self._spans)}
+                parts = {number: part for number, part in parts.items() if part.length}
+                header = pb.PushHeader(
+                    identity=run.identity,
+                    step=self.number,
+                    samples=samples + self._owed_samples[shard.index] if samples else 0,
+                    learning_rate=rates.carried,
+                    group_rates=rates.of_groups,
+                    finished=finished if shard is run.coordinator else [],
+                )
+                shard.open_push(header, list(parts.values()), run.settings.deadline_seconds)
+                self._pushed_samples[shard.index] = header.samples
+                if samples:
+                    self._owed_samples[shard.index] = 0
+                self._places.append({number: place for place, number in enumerate(parts)})
+        return StepReport(self.number)
+
+    def _selects_before_opening(self, positions: KeysView[int]) -> bool:
+        """Return whether the first group's selection tells if gradients at these positions are sound."""
+        return self._selector.on_one_device and not positions.isdisjoint(self.groups[0])
+
+    def _select_from(self, report: StepReport, gradients: Gradients, scale: Scale, number: int = 0) -> Sent:
+        """Accumulate the gradients of a group (by position) times ``scale``, and select."""
+        with report.timed("select"):
+            return self._selector.compress(self.groups[number], gradients, scale, report)
+
+    def send_gradients(
+        self, report: StepReport, number: int, gradients: Gradients, scale: Scale, sent: Sent | None = None
+    ) -> None:
+        """Accumulate the gradients of a group (finite, by position) times ``scale``, select, and send the selected.
+
+        ``sent``: what was selected of this group before the push was opened.
+        """
+        with self._opened_span.active():
+            sent = sent or self._select_from(report, gradients, scale, number)
+            self._send(report, number, sent.slices)
+        if self.merged is not None:
+            self.merged.sent(number, sent.entries)
+
+    def _send_residuals(self, report: StepReport, number: int) -> None:
+        """Send the residuals of a group whole, in fp32: a flush must leave nothing behind."""
+        with self._opened_span.active():
+            with report.timed("select"):
+                sent = self._selector.take_residuals(self.groups[number])
+            self._send(report, number, sent, exact=True)
+
+    def _send(self, report: StepReport, number: int, sent: Iterable[SparseSlice], *, exact: bool = False) -> None:
+        """Encode a group's entries, and pass the chunks to the transport; quantisation errors are restored.
+
+        After an error the shards know all of these entries, for :meth:`abandon_push`.
+        """
+        segments = joined(self._spans[number], sent)
+        waiting = [
+            (shard, places[number], part)
+            for shard, places in zip(self._shards, self._places, strict=True)
+            for segment in segments
+            if (part := segment.clip(shard.span)) is not None
+        ]
+        chunk_bytes = self._run.run_settings.chunk_bytes
+        for index, (shard, place, part) in enumerate(waiting):
+            try:
+                with report.timed("encode"):
+                    form = replace(shard.push_form, value=pb.VALUE_CODEC_FP32) if exact else shard.push_form
+                    part = part if exact else shard.in_fewest_bytes(part)
+                    is_exact = form.value == pb.VALUE_CODEC_FP32
+                    chunks: list[tuple[pb.Chunk, memoryview] | tuple[pb.Chunk]]
+                    if is_exact and part.offsets is None and part.values.dtype == torch.float32:
+                        chunks, arriving, lost = list(dense_chunks(part, chunk_bytes, place)), part, None
+                    else:
+                        encoded = list(frames.encode(part, form, chunk_bytes=chunk_bytes, group=place))
+                        arriving, lost = (part, None) if is_exact else _as_decoded(part, encoded)
+                        chunks = [(chunk,) for chunk, _ in encoded]
+            except BaseException:
+                for shard, _, part in waiting[index:]:
+                    shard.hold(part)
+                raise
+            shard.hold(arriving)
+            if lost is not None:
+                self._selector.restore([lost])
+            report.push_entries += part.entries
+            with report.timed("send"):
+                for chunk in chunks:
+                    shard.send_chunk(*chunk)
+
+    def commit(self, report: StepReport) -> None:
+        """End the push at every shard; from now on only an answer says whether it was applied."""
+        for shard in self._shards:
+            report.push_bytes += shard.send_commit()
+        self._committed_at = time.perf_counter()
+
+    def abandon_push(self) -> None:
+        """Break off a push that has no commit yet, and restore what was selected."""
+        for shard in self._shards:
+            self._owe(shard)
+        self.restore(part for shard in self._shards for part in shard.abandon_push())
+        self._opened_span.end("abandoned")
+
+    def await_ack(self, report: StepReport) -> None:
+        """Wait until each part of the push is acknowledged or refused, and restore what was refused.
+
+        After :class:`PatienceError` some part has no answer: call again. After another error all is restored.
+        """
+        self._awaited_commit_at, self._awaited_span = self._committed_at, self._opened_span
+        outcome = self._await_answers()
+        self.restore(outcome.refused)
+        report.refused = len(outcome.refused)
+        self.refused += report.refused
+        if outcome.answers:
+            self.acknowledged_step = self.number
+            report.version = report.version or outcome.answers[0].version  # a flush has no reply that tells it
+            report.staleness = max(answer.staleness for answer in outcome.answers)
+            report.applied_scale = min(answer.applied_scale or 1.0 for answer in outcome.answers)
+        if self.merged is not None and len(outcome.answers) == len(self._places):
+            pairs = zip(self._places, self._shards, strict=True)
+            self.merged.answered([(places, shard.group_bytes, shard.group_arrivals) for places, shard in pairs])
+        if outcome.error is not None:
+            raise from_refusal(outcome.error) from None
+
+    def _await_answers(self) -> PushOutcome:
+        outcome = self._outcome = self._outcome or PushOutcome()  # kept if this is interrupted
+        for joins in self._run.joining_again("pushes"):
+            for shard in self._shards if joins else ():
+                if shard.unacked is not None and shard.unacked.generation != shard.generation:
+                    shard.unacked.trace.end(ErrorCode.STALE_GENERATION.name)
+                    self._refuse(shard, outcome)
+            waiting = [shard for shard in self._shards if shard.unacked is not None]
+            answers = self._run.each(waiting, lambda shard: shard.await_ack(self._run.policy()))
+            rejoin = [self._take_answer(*each, outcome) for each in zip(waiting, answers, strict=True)]
+            if not any(rejoin):
+                break
+        self._outcome = None
+        return outcome
+
+    def _take_answer(self, shard: ShardStream, answer: pb.PushSparseResponse | Rejected, outcome: PushOutcome) -> bool:
+        """Add a shard's answer to the outcome of a push; return whether the worker must join again."""
+        run = self._run
+        if isinstance(answer, pb.PushSparseResponse):
+            outcome.answers.append(answer)
+            if shard is run.coordinator:
+                run.progress.acknowledged()
+            run.live_workers = max(1, answer.live_workers)
+            run.run_finished |= answer.run_state == pb.RUN_STATE_FINISHED
+            return False
+        if answer.reason is ErrorCode.LEASE_EXPIRED:
+            return True  # the same part is repeated after joining
+        self._refuse(shard, outcome)
+        if answer.reason in REJOIN_REASONS:
+            if answer.reason is ErrorCode.VERSION_IN_FUTURE:
+                shard.forget_base()
+            return True
+        if answer.reason is ErrorCode.RUN_FINISHED:
+            run.run_finished = True
+        elif answer.reason is not ErrorCode.TOO_STALE:
+            outcome.error = answer
+        return False
+
+    def _refuse(self, shard: ShardStream, outcome: PushOutcome) -> None:
+        assert shard.unacked is not None
+        outcome.refused.append(shard.unacked)
+        shard.unacked = None
+        self._owe(shard)
+
+    def _owe(self, shard: ShardStream) -> None:
+        """Let the next push to this shard count the samples of the last one, which the shard has not applied."""
+        self._owed_samples[shard.index] += self._pushed_samples[shard.index]
+        self._pushed_samples[shard.index] = 0
+
+    def unacked_parts(self) -> list[PushPart]:
+        """Return the parts of the last push that have no answer, or were refused and are not restored."""
+        refused = self._outcome.refused if self._outcome is not None else []
+        return refused + [shard.unacked for shard in self._shards if shard.unacked is not None]
+
+    def restore(self, parts: Iterable[PushPart]) -> None:
+        """Add parts that were not applied to the residuals again."""
+        self._selector.restore(segment for part in parts for segment in part.segments)
+
+    # A pull
+
+    def ask(self) -> None:
+        """Ask for the reply to the committed push ahead of its answer; :meth:`fetch` reads the reply."""
+        with self._opened_span.active():
+            for shard in self._shards:
+                with suppress(ValueError):  # a channel that is closed: the fetch reports it
+                    shard.ask(self._run.identity, self.number, self._run.settings.deadline_seconds)
+
+    def fetch(self) -> Replies:
+        """Fetch the changes that the replica lacks from every shard; change nothing yet."""
+        done: Replies = {}
+        with self._awaited_span.active():
+            for _ in self._run.joining_again("pulls"):
+                waiting = [
+                    shard
+                    for shard in self._shards
+                    if shard.index not in done or done[shard.index].generation != shard.generation
+                ]
+                answers = self._run.each(waiting, lambda shard: shard.pull(self._run.identity, self._run.policy()))
+                for shard, answer in zip(waiting, answers, strict=True):
+                    if isinstance(answer, PulledReply):
+                        done[shard.index] = answer
+                    elif answer.reason not in REJOIN_REASONS:
+                        raise from_refusal(answer)
+                    elif answer.reason is ErrorCode.VERSION_IN_FUTURE:
+                        shard.forget_base()
+                if not any(isinstance(answer, Rejected) for answer in answers):
+                    break
+        return done
+
+    def _pull(self) -> Replies:
+        """Make the replica the server's model, bit for bit.
+
+        After top-k replies the replica lacks the differences that were not sent: then everything is asked for. If a
+        shard does not answer, the replica stays as it was.
+        """
+        for shard in self._shards:
+            if shard.replica_is_image:
+                shard.forget_base()
+        replies = self.fetch()
+        self._write(replies)
+        return replies
+
+    def apply(self, report: StepReport, replies: Replies) -> None:
+        """Write the replies into the parameters and count them."""
+        with self._awaited_span.active(), report.timed("apply"):
+            self._write(replies)
+        self._count(report, replies)
+        self._awaited_span.note(version=report.version, staleness=report.staleness)
+        self._awaited_span.end()
+
+    def _write(self, replies: Replies) -> None:
+        """Write replies into the replica, but those of a generation that the shard has left since."""
+        for index, reply in replies.items():
+            shard = self._shards[index]
+            if reply.generation != shard.generation:
+                continue
+            if reply.header.mode == pb.REPLY_MODE_TOPK:
+                if not shard.replica_is_image:
+                    raise ServerFaultError(f"{shard.address} sent differences to a replica of which it has no image")
+                shard.forget_base()  # until all is added: after an interruption nothing may be added a second time
+                self.replica.add(reply.segments)
+            else:
+                self.replica.write(reply.segments)
+                if reply.header.image:
+                    self.replica.open_fp32(shard.span)
+            self._run.run_finished |= reply.header.run_state == pb.RUN_STATE_FINISHED
+            shard.note_applied(reply)
+
+    def _count(self, report: StepReport, replies: Replies) -> None:
+        """Count replies that have been applied."""
+        first = replies[0].header
+        report.version = first.version
+        report.reply_mode = "topk" if first.mode == pb.REPLY_MODE_TOPK else "exact"
+        report.changed_density = first.changed_density
+        report.pull_bytes = sum(reply.bytes for reply in replies.values())
+        report.pull_entries = sum(entries(reply.segments) for reply in replies.values())
+        if self._awaited_commit_at:  # a push has been answered
+            report.round_trip_seconds = max(reply.arrived for reply in replies.values()) - self._awaited_commit_at
+
+
+def joined(span: Span, sent: Iterable[SparseSlice]) -> list[SparseSlice]:
+    """Return a group's entries as one sparse segment, or as its dense runs."""
+    found = [segment for segment in sent if segment.entries]
+    if len({segment.values.device for segment in found}) > 1:  # a model spread over devices meets on the host
+        found = [segment.cpu() for segment in found]
+    sparse = any(segment.offsets is not None for segment in found)
+    if sparse and len(found) == 1 and found[0].span == span:
+        return found
+    found.sort(key=lambda segment: segment.span.start)
+    runs: list[list[SparseSlice]] = []
+    for segment in found:
+        if runs and (sparse or runs[-1][-1].span.end == segment.span.start):
+            runs[-1].append(segment)
+        else:
+            runs.append([segment])
+    spans = [span] if sparse else [Span(run[0].span.start, run[-1].span.end) for run in runs]
+    joined = [one for span, run in zip(spans, runs, strict=True) if (one := merge(span, run)) is not None]
+    return [_ascending(one) for one in joined] if sparse and len(found) > 1 else joined
+
+
+def _ascending(segment: SparseSlice) -> SparseSlice:
+    """Sort a segment's entries: those of tensors of one device may lie between those of another."""
+    assert segment.offsets is not None
+    order = segment.offsets.argsort()
+    return SparseSlice(segment.span, segment.offsets[order], segment.values[order])
+
+
+def _as_decoded(part: SparseSlice, encoded: Sequence[frames.Encoded]) -> tuple[SparseSlice, SparseSlice | None]:
+    """Return the part as the server will decode it, and the quantisation error where there is one."""
+    decoded = [piece.decoded for piece in encoded]
+    values = (decoded[0] if len(decoded) == 1 else torch.cat(decoded)).to(part.values.device)
+    arriving, error = SparseSlice(part.span, part.offsets, values), part.values - values
+    lossy = int(torch.count_nonzero(error))
+    if (
+        part.offsets is None or 2 * lossy > error.numel()
+    ):  # to find most of the entries costs more than zeros among them
+        return arriving, SparseSlice(part.span, part.offsets, error) if lossy else None
+    where = error.nonzero().view(-1)
+    return arriving, SparseSlice(part.span, part.offsets[where], error[where]) if lossy else None
