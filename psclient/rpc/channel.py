@@ -134,6 +134,8 @@ class Connection:
         stub: calls by messages.
         pushes: begins the stream of pushes, of serialized requests.
         pulls: begins the stream of pulls, of serialized requests and answers.
+        uploads, downloads: begin the stream of one model; messages with values are serialized
+            (:mod:`pscore.wire.dense`).
     """
 
     def __init__(
@@ -147,16 +149,6 @@ class Connection:
         self._calls: dict[Any, executor.Job[Any] | None] = {}
         self._lock = threading.Lock()
         self._use(self._open())
-
-    @property
-    def upload_model(self) -> Any:
-        """``UploadModel``; as in the next, messages with values are serialised (:mod:`pscore.wire.dense`)."""
-        return self._channel.stream_unary(f"/{_SERVICE}/UploadModel", None, pb.UploadModelResponse.FromString)
-
-    @property
-    def download_model(self) -> Any:
-        """``DownloadModel``."""
-        return self._channel.unary_stream(f"/{_SERVICE}/DownloadModel", pb.DownloadModelRequest.SerializeToString)
 
     def twin(self) -> "Connection":
         """Return a second connection to the same shard."""
@@ -252,6 +244,8 @@ class Connection:
         self._channel, self.stub = channel, ParameterServerServiceStub(channel)
         self.pushes: Any = channel.stream_stream(f"/{_SERVICE}/PushSparse", None, pb.PushSparseResponse.FromString)
         self.pulls: Any = channel.stream_stream(f"/{_SERVICE}/PullDiff")
+        self.uploads: Any = channel.stream_stream(f"/{_SERVICE}/UploadModel", None, pb.UploadModelResponse.FromString)
+        self.downloads: Any = channel.stream_stream(f"/{_SERVICE}/DownloadModel")
 
     def _open(self) -> grpc.Channel:
         self._target = self.address if self.locate is None else self.locate()

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from psclient import settings as client_settings
-from psclient.errors import ConfigurationError, Transient, from_refusal
+from psclient.errors import ConfigurationError, from_refusal
 from psclient.executor import SerialExecutor
 from psclient.rpc.channel import Connection, RetryPolicy
 from psclient.rpc.resolver import connect
-from psclient.rpc.stall import StreamCall
+from psclient.rpc.stream import Stream
 from psclient.settings import ClientSettings
 from pscore.model import modelfile
 from pscore.model.buffers import packed_bytes, unpack
@@ -137,12 +137,17 @@ def _check_places(connections: Sequence[Connection], headers: Sequence[pb.Downlo
 def _fetch(connection: Connection, patience_seconds: float, deadline_seconds: float) -> _Part:
     bytearray(_KEPT_BYTES)  # freed at once: glibc then reuses a message's memory for the next, without fresh pages
 
+    policy = RetryPolicy(patience_seconds, deadline_seconds, _WAIT_LONGER)
+
     def attempt(seconds: float) -> _Part:
-        call = StreamCall(seconds).start(connection.download_model(pb.DownloadModelRequest()))
-        return _read(call.messages())
+        stream = Stream(connection.downloads, [pb.DownloadModelRequest().SerializeToString()])
+        try:
+            return _read(iter(lambda: stream.receive(seconds, policy.limit), None))
+        finally:
+            stream.close()
 
     try:
-        part = connection.call(RetryPolicy(patience_seconds, deadline_seconds, _WAIT_LONGER), attempt)
+        part = connection.call(policy, attempt)
     finally:
         connection.close()
     if isinstance(part, Rejected):
@@ -174,4 +179,4 @@ def _read(responses: Iterator[bytes]) -> _Part:
             model.checksum.verify(response.commit)
             model.require_complete()
             return _Part(header, layout, model.values, unpack(raw.finish(), specs))
-    raise Transient("the model ended without a commit")
+    raise AssertionError("a stream raises where it ends")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from psclient.rpc.stall import OpenStream
+from psclient.rpc.stream import Stream
 from pscore.model.sparse_slice import SparseSlice
 from pscore.telemetry.span import TraceSpan
 from pscore.wire import frames
@@ -29,7 +29,7 @@ class PushPart:
 
     generation: int
     trace: TraceSpan
-    stream: OpenStream | None
+    stream: Stream | None
     together_bytes: int
     group_bytes: list[int]
     messages: list[bytes] = field(default_factory=list)

@@ -17,7 +17,7 @@ from psclient.rpc.bandwidth import Bandwidth
 from psclient.rpc.channel import Connection, RetryPolicy
 from psclient.rpc.progress_line import ProgressLine
 from psclient.rpc.push_part import PushPart, bytes_together
-from psclient.rpc.stall import OpenStream, StreamCall
+from psclient.rpc.stream import Stream
 from psclient.settings import ClientSettings
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
@@ -65,7 +65,7 @@ class PulledReply:
 class _Asked(NamedTuple):
     """A pull whose request is sent, on its stream."""
 
-    stream: OpenStream
+    stream: Stream
     request: pb.PullDiffRequest
 
 
@@ -98,9 +98,9 @@ class ShardStream:
         self.downlink, self.uplink = Bandwidth(), Bandwidth()
         self.group_bytes: list[int] = []
         self.group_arrivals: list[float] = []
-        self.outgoing: StreamCall | OpenStream = StreamCall(settings.deadline_seconds)
-        self._pushes: OpenStream | None = None
-        self._pulls: OpenStream | None = None
+        self.outgoing: Stream | None = None
+        self._pushes: Stream | None = None
+        self._pulls: Stream | None = None
         self._asked: _Asked | None = None
         self._pull_trace: TraceSpan | None = None  # of the pull that is asked for
         self.sent_model: tuple[int, int] | None = None
@@ -113,8 +113,8 @@ class ShardStream:
 
     def close(self) -> None:
         """Close both channels."""
-        if isinstance(self.outgoing, StreamCall):
-            self.outgoing.end()
+        if self.outgoing is not None:
+            self.outgoing.close()
         self._drop_pushes()
         self.drop_pull()
         self.connection.close()
@@ -124,7 +124,8 @@ class ShardStream:
         """Note how many bytes of this worker's streams the server has, and whether the server installs a model."""
         if received_bytes != self._received_bytes or installing:
             self._received_bytes = received_bytes
-            self.outgoing.note_receipt()
+            if (outgoing := self.outgoing) is not None:
+                outgoing.note_receipt()
 
     def adopt(self, generation: int, *, version: int | None = None) -> None:
         """Note the shard's generation; with ``version``, that the replica is the model at that version there."""
@@ -182,11 +183,11 @@ class ShardStream:
         self.unacked = PushPart(header.generation, trace, stream, together, [0] * len(plan))
         self.unacked.add(field_bytes(pb.PushSparseRequest.HEADER_FIELD_NUMBER, header))
 
-    def _push_stream(self, idle_seconds: float) -> OpenStream:
+    def _push_stream(self, idle_seconds: float) -> Stream:
         """Return the open stream of pushes, for another request."""
         if self._pushes is None or not self._pushes.is_open:
             self._drop_pushes()
-            self._pushes = OpenStream(self.connection.pushes)
+            self._pushes = Stream(self.connection.pushes)
         self._pushes.begin(idle_seconds)
         self.outgoing = self._pushes
         return self._pushes
@@ -231,7 +232,7 @@ class ShardStream:
         """Wait for the answer to the unacked part, which stays unacked where there is none in time."""
         part, first = self._open_part, self._open_part.stream
 
-        def attempt(seconds: float) -> tuple[OpenStream, pb.PushSparseResponse]:
+        def attempt(seconds: float) -> tuple[Stream, pb.PushSparseResponse]:
             stream, part.stream = part.stream, None
             if stream is None:
                 stream = self._push_stream(seconds)
@@ -312,7 +313,7 @@ class ShardStream:
     def _send_request(self, identity: pb.WorkerIdentity, step: int, idle_seconds: float, trace: TraceSpan) -> _Asked:
         if self._pulls is None or not self._pulls.is_open:
             self.drop_pull()
-            self._pulls = OpenStream(self.connection.pulls)
+            self._pulls = Stream(self.connection.pulls)
         self._pulls.begin(idle_seconds)
         request = self._pull_request(identity)
         behind = pb.PullDiffRequest(
@@ -450,11 +451,16 @@ class ShardStream:
             self.sent_model = header.generation, header.version
             yield pb.UploadModelRequest(commit=checksum.commit()).SerializeToString()
 
+        def answer(sent: Iterator[bytes], seconds: float) -> pb.UploadModelResponse:
+            stream = self.outgoing = Stream(self.connection.uploads, sent)
+            try:
+                with self.connection.tracked(stream):
+                    received: pb.UploadModelResponse = stream.receive(seconds, policy.limit)
+                    return received
+            finally:
+                stream.close()
+
         def attempt(seconds: float) -> pb.UploadModelResponse:
-            start = self.connection.upload_model.future
-            known = self.connection.result(start(iter((request,)), timeout=seconds))
-            call = self.outgoing = StreamCall(seconds, policy.limit)
-            answer: pb.UploadModelResponse = self.connection.result(call.start(start(call.outgoing(messages(known)))))
-            return answer
+            return answer(messages(answer(iter((request,)), seconds)), seconds)
 
         return self.connection.call(policy, attempt)
