@@ -30,12 +30,13 @@ class Living(Protocol):
         """Return the optimizer, if it was not collected."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Claim:
     """What a worker of this process is: one place in one run, of one model.
 
     Attributes:
         server: the shards as they were named.
+        places: of shard 0: that name, and the addresses that it leads to, since one server may have several names.
         name: the worker's.
         is_named: whether the script or its environment has named the worker, so that it is one of several on purpose.
         fingerprint: of the model's layout.
@@ -43,10 +44,11 @@ class Claim:
     """
 
     server: str
+    places: set[str]
     name: str
     is_named: bool
     fingerprint: bytes
-    trained: frozenset[int]
+    trained: set[int]
 
 
 _claims: list[tuple[Claim, "weakref.ref[Living]"]] = []
@@ -58,9 +60,9 @@ def add(claim: Claim, life: Living) -> None:
     _claims.append((claim, weakref.ref(life)))
 
 
-def is_at(server: str) -> bool:
-    """Tell whether another worker of this process is at these servers."""
-    return any(each.server == server for each, _ in _living())
+def is_near(claim: Claim) -> bool:
+    """Tell whether another worker of this process is at the same servers."""
+    return any(not each.places.isdisjoint(claim.places) for each, _ in _living())
 
 
 def predecessors(claim: Claim) -> list[tuple[str, Optimizing]]:
@@ -73,8 +75,9 @@ def predecessors(claim: Claim) -> list[tuple[str, Optimizing]]:
     """
     found = []
     for other, optimizer in _living():
-        is_same_place = other.server == claim.server and other.name == claim.name
-        is_one_model = other.server == claim.server and other.fingerprint == claim.fingerprint
+        is_near = not other.places.isdisjoint(claim.places)
+        is_same_place = is_near and other.name == claim.name
+        is_one_model = is_near and other.fingerprint == claim.fingerprint
         if not other.trained.isdisjoint(claim.trained):
             found.append((other.name, optimizer))
         elif is_same_place or (is_one_model and not claim.is_named):

@@ -98,13 +98,13 @@ class Worker:
         self._devices = devices_of(model.parameters)
         self._own_server = start_alone() if settings.server == client_settings.LOCAL else None
         self.server = settings.server if self._own_server is None else self._own_server.server
-        self._has_neighbour = neighbours.is_at(self.server)
-        trained = frozenset(id(parameter) for parameter in model.parameters if parameter in groups)
+        trained = {id(parameter) for parameter in model.parameters if parameter in groups}
         layout = model.layout
-        self._claim = neighbours.Claim(self.server, self._name, bool(settings.worker), layout.fingerprint, trained)
+        is_named = bool(settings.worker)
+        self.claim = neighbours.Claim(self.server, {self.server}, self._name, is_named, layout.fingerprint, trained)
         self._thread = SerialExecutor("psclient-step")
         try:
-            neighbours.predecessors(self._claim)  # raises, before anything is waited for
+            neighbours.predecessors(self.claim)  # raises, before anything is waited for
             with sigterm.beginning(enabled=settings.flush_on_sigterm):
                 shards = self._thread.call(partial(self._reach, settings, model.layout), lambda: None)
             self._end_predecessors()
@@ -124,7 +124,7 @@ class Worker:
 
     def _end_predecessors(self) -> None:
         """End earlier optimizers whose place this one takes, once its servers are reached."""
-        for name, optimizer in neighbours.predecessors(self._claim):
+        for name, optimizer in neighbours.predecessors(self.claim):
             what = "is worker" if name == self._name else "trains the same model, as worker"
             log.warning("an earlier optimizer of this process %s %s; it leaves for the new one", what, name)
             optimizer.close()
@@ -137,6 +137,8 @@ class Worker:
             except TracingError as error:
                 raise ConfigurationError(str(error)) from error
         connections = connect(self.server, settings.security, settings.connect_seconds)
+        self.claim.places |= connections[0].places()
+        self._has_neighbour = neighbours.is_near(self.claim)
         spans = layout.shard_spans(len(connections))
         return [ShardStream(connections[i], i, span, settings) for i, span in enumerate(spans)]
 
@@ -147,7 +149,7 @@ class Worker:
 
     def join(self) -> None:
         """Join the run."""
-        neighbours.add(self._claim, self.lifecycle)
+        neighbours.add(self.claim, self.lifecycle)
         try:
             self.do(self.run.join)
         except FingerprintMismatchError as error:

@@ -412,6 +412,7 @@ class ParameterServerOptimizer(Optimizer):
             self._own_density.add(number)
         if self._joined:
             self._groups.assign(self.param_groups)
+            self._worker.claim.trained |= {id(parameter) for parameter in self.param_groups[-1]["params"]}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as for any torch optimizer.

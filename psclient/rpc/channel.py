@@ -3,6 +3,7 @@
 import logging
 import math
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -149,6 +150,15 @@ class Connection:
         self._calls: dict[Any, executor.Job[Any] | None] = {}
         self._lock = threading.Lock()
         self._use(self._open())
+
+    def places(self) -> frozenset[str]:
+        """Return the numeric addresses of the shard, ``IP:PORT``, as its name is resolved now; may take seconds."""
+        host, _, port = self._target.rpartition(":")
+        try:
+            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        except (OSError, ValueError):  # a proxy may resolve the name
+            return frozenset()
+        return frozenset(f"{address[0]}:{port}" for *_, address in found)
 
     def twin(self) -> "Connection":
         """Return a second connection to the same shard."""

@@ -55,6 +55,13 @@ def test_two_equal_models_are_refused_and_the_first_trains_on(monkeypatch, varia
         asgd(two, server).close()
 
 
+def test_a_server_of_another_name_is_the_same_one():
+    with LocalServer() as server:
+        one, two = critic(1), critic(2)
+        with asgd(one, server), pytest.raises(ConfigurationError, match=r"ModuleDict"):
+            asgd(two, server.server.replace("127.0.0.1", "localhost"))
+
+
 @pytest.mark.parametrize("variable", ["RANK", "PSCLIENT_WORKER"])
 def test_a_discriminator_that_does_not_fit_leaves_the_generators_optimizer_alone(monkeypatch, variable):
     monkeypatch.setenv(variable, "0")
@@ -136,6 +143,16 @@ def test_an_earlier_optimizer_of_the_same_parameters_is_no_ghost(method, kept, m
         optimizer = cell()
         assert [worker.worker_id for worker in status(server).workers] == [optimizer.worker]
         optimizer.close()
+
+
+def test_parameters_that_were_added_later_count():
+    with LocalServer(lease_seconds=600) as server:
+        model = nn.ModuleDict({"body": nn.Linear(20, 20), "head": nn.Linear(20, 2)})
+        options = {"lr": 0.1, "model": model, "server": server, "settings": QUICK}
+        first = psclient.ASGD(model["body"].parameters(), worker="first", **options)
+        first.add_param_group({"params": model["head"].parameters()})
+        with psclient.ASGD(model["head"].parameters(), worker="second", **options):
+            assert [worker.worker_id for worker in status(server).workers] == ["second"]
 
 
 def test_a_part_of_the_parameters_is_enough():
