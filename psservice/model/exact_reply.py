@@ -2,7 +2,8 @@
 
 While the values are read, pushes may change some of them. Each such push is in the change log by the time that the
 apply thread is asked for the version: there only what these pushes changed is read once more, and takes the place of
-what was read before. So the reply is the model at that version, bit for bit, and the apply thread is hardly held up.
+what was read before. If nothing has changed, the apply thread is not asked. So the reply is the model at that version,
+bit for bit, and the apply thread is hardly held up.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,7 +69,7 @@ class ExactReplies:
         :class:`Rejected` (``BUSY``, ``NON_FINITE``).
         """
         model = self.model
-        position = model.changelog.appended
+        before, position = model.changes, model.changelog.appended
         changes = None if base is None else model.changelog.since(base)
         base = None if changes is None else base  # everything is sent, whatever the base is
 
@@ -77,7 +78,7 @@ class ExactReplies:
             found = None if changes is None or had.end < model.span.end else gather(changes, model.theta)
             if found is None:
                 return self.of(self.whole(), base, had, form)
-            now, version, late = self._late(position)
+            now, version, late = self._late(before, position)
             if late is None:  # everything has changed meanwhile
                 return self.of(self.whole(), base, had, form)
             return self.reply(now, version, [SparseSlice(model.span, *_merged(found, late))], form)
@@ -86,9 +87,9 @@ class ExactReplies:
 
     def whole(self) -> Whole:
         """Copy all values at one version."""
-        theta, position = self.model.theta, self.model.changelog.appended
-        values = theta.clone()
-        now, version, late = self._late(position, values)
+        before, position = self.model.changes, self.model.changelog.appended
+        values = self.model.theta.clone()
+        now, version, late = self._late(before, position, values)
         if late is not None and late[0].numel():
             values[late[0]] = late[1]
         return Whole(now, version, values)
@@ -104,12 +105,18 @@ class ExactReplies:
         rest = SparseSlice(model.span, None, values).clip(Span(had.end, model.span.end))
         return self.reply(whole.position, whole.version, [each for each in (inside, rest) if each is not None], form)
 
-    def _late(self, position: int, everything: torch.Tensor | None = None) -> tuple[int, int, Entries | None]:
-        """Return position and version now, and the values that changed after a position; on the apply thread.
+    def _late(
+        self, before: int, position: int, everything: torch.Tensor | None = None
+    ) -> tuple[int, int, Entries | None]:
+        """Return position and version now, and the values that changed after a position, on the apply thread.
 
-        If everything changed the result has ``None``, and ``everything`` is filled in instead.
+        ``before``: ``model.changes`` before the first value was read. If everything changed, the result has ``None``,
+        and ``everything`` is filled in instead.
         """
         model = self.model
+        version = model.version
+        if before % 2 == 0 and model.changes == before:
+            return position, version, _NOTHING
 
         def read() -> tuple[int, int, Entries | None]:
             changes = model.changelog.after(position)

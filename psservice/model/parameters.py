@@ -45,6 +45,7 @@ class ModelShard:
         clock: seconds, of the round.
         round: the open round; ``None`` if training is asynchronous, and in groups.
         densified: whether the last update was sparse and changed everything.
+        changes: odd while ``theta`` and version change, and another number after each change.
         replies: exact replies of the present version.
         before_update: called, on the apply thread, before an update changes ``theta``.
         changes_by_updates_only: whether ``theta`` is the model at its version, and nothing but updates changes it.
@@ -67,7 +68,7 @@ class ModelShard:
         limit = max(1, int(self.settings.ledger_multiple * self.span.length))
         self.changelog = ChangeLog(self.span.length, limit, self.version)
         self.replies = SharedReplies(4 * self.span.length)
-        self.densified = False
+        self.densified, self.changes = False, 0
         self.before_update: list[Callable[[], None]] = []
         rounds = self.mode.rounds
         self.round = None if rounds is None else SynchronousRound(rounds, self.span, self.theta.device, self.clock)
@@ -101,11 +102,15 @@ class ModelShard:
         for keep in [*self.before_update]:
             keep()
         before = self._overwritten(push) if self._undo_log is not None else None
-        changed = self.rule.apply(push, context)
-        self.densified = self.rule.densifies and push is not None and push.entries <= _SPARSE * self.span.length
-        if self._undo_log is not None and before is not None:
-            self._undo_log.append(before)
-        return self._advance(changed)
+        self.changes += 1
+        try:
+            changed = self.rule.apply(push, context)
+            self.densified = self.rule.densifies and push is not None and push.entries <= _SPARSE * self.span.length
+            if self._undo_log is not None and before is not None:
+                self._undo_log.append(before)
+            return self._advance(changed)
+        finally:
+            self.changes += 1
 
     def close_round(self) -> int:
         """Apply the mean of the open round and return the new version.

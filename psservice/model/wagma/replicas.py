@@ -196,10 +196,12 @@ class GroupedShard(ModelShard):
         everything = int(differs.count_nonzero()) > ALMOST_ALL * values.numel()
         changed = None if everything else differs.nonzero().view(-1).to(offset_dtype(self.span.length))
         # Values, log, version: a reader beside the apply thread must find a version's values, and its changes.
+        own.changes += 1
         own.theta.copy_(values)
         own.changelog.append(self.version, changed)
         own.version = self.version
         own.replies.clear()
+        own.changes += 1
 
     def _fitting(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype != torch.float32 or tensor.shape != self.theta.shape:

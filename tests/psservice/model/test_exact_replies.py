@@ -133,22 +133,41 @@ def test_dense_pushes_are_answered_densely_and_exactly():
 
 
 def test_a_push_between_the_question_and_the_reading_is_part_of_the_reply():
-    class LateWriter:
-        """Applies a push before the reply's job."""
+    with writing() as writer:
+        link = linked(writer)
+        link.pull()
+        model, late = link.model, [SparseSlice(link.model.span, torch.tensor([7, 50]), torch.ones(2))]
+        model.apply(SparseSlice(model.span, torch.tensor([3, 7]), torch.ones(2)))
+
+        def late_gather(changes, theta):
+            found = gather(changes, theta)
+            while late:
+                model.apply(late.pop())
+            return found
+
+        with mock.patch("psservice.model.exact_reply.gather", late_gather):
+            wire = link.pull()
+        assert wire.version == 2
+        assert link.entries(wire) == 3
+        assert replica_bits(link.replica, model.span) == server_bits(model)
+
+
+def test_the_apply_thread_is_not_asked_if_nothing_has_changed_while_the_values_were_read():
+    class Asked:
+        """Refuses every job."""
 
         def run(self, job):
-            model.apply(SparseSlice(model.span, torch.tensor([7, 50]), torch.ones(2)))
-            return job()
+            raise AssertionError
 
     with writing() as writer:
         link = linked(writer)
         link.pull()
-        model, link.writer = link.model, LateWriter()
-        model.apply(SparseSlice(model.span, torch.tensor([3, 7]), torch.ones(2)))
-        wire = link.pull()
-        assert wire.version == 2
-        assert link.entries(wire) == 3
-        assert replica_bits(link.replica, model.span) == server_bits(model)
+        link.writer = Asked()
+        link.model.apply(SparseSlice(link.model.span, torch.tensor([3, 7]), torch.ones(2)))
+        assert link.pull().version == 1
+        link.model.changes += 1  # a push that is being applied
+        with pytest.raises(AssertionError):
+            link.pull()
 
 
 late_pushes = st.lists(st.sampled_from([0.0, 0.02, 0.3, 1.0, "dense"]), max_size=3)
