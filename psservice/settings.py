@@ -61,6 +61,10 @@ class ServerSettings(LayeredSettings):
     device: str = setting("auto", "device of the parameters: auto, cpu, cuda or cuda:N; shards take GPUs in turn")
     shard_index: int = setting(0, "index of this shard; shard 0 coordinates", ge=0)
     num_shards: int = setting(1, "number of shards of the model", ge=1)
+    coordinator: str = setting(
+        "", "where every other shard follows shard 0: HOST:PORT of its --listen; --shards sets it", max_length=300
+    )
+    coordinator_ca: Path | None = setting(None, "CA (PEM) of shard 0's certificate; by default that of --tls-client-ca")
     shards: int = setting(
         1,
         "serve all shards of the model from this host, a process each, with ports in a row: shard i has the ports of "
@@ -188,7 +192,8 @@ class ServerSettings(LayeredSettings):
 
     def _check_shards(self) -> None:
         """Require that nothing else numbers the shards, and ports that do not overlap."""
-        if twice := [self.explicit(name) for name in ("shard_index", "num_shards") if name in self.model_fields_set]:
+        own = ("shard_index", "num_shards", "coordinator")
+        if twice := [self.explicit(name) for name in own if name in self.model_fields_set]:
             raise ValueError(
                 f"--shards {self.shards} starts and numbers every shard itself: leave out {' and '.join(twice)}"
             )

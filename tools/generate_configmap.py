@@ -26,7 +26,7 @@ ON_KUBERNETES: dict[str, Any] = {
 }
 """What differs from the default in a pod of its own."""
 
-OF_THE_POD = ("config", "shard_index", "num_shards", "compute_threads")
+OF_THE_POD = ("config", "shard_index", "num_shards", "coordinator", "compute_threads")
 """What the pod is told by its environment: where this file is, which shard it is, how many CPUs it has."""
 
 OF_A_CHILD = ("ready_fd", "parent_pid")

@@ -32,7 +32,7 @@ _SAME_BATCHES = (
 
 
 class LeaseThread:
-    """Renews the leases at all shards, and tells the shards of one another: of shard 0's checkpoints, and of versions.
+    """Renews the leases at all shards, and tells the shards which versions it has pulled of one another.
 
     Renewals have connections of their own, so a model delays none. The thread keeps neither optimizer nor model alive.
 
@@ -49,7 +49,6 @@ class LeaseThread:
         self.is_started = False
         self._shards, self._identity = tuple(shards), identity
         self._has_warned = False  # of workers with the same batches
-        self._checkpoint = ""  # shard 0's newest, for the other shards
         self._last_job: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._calls: list[tuple[ShardStream, Any]] = []
         self._thread = threading.Thread(target=self._run, name="psclient-lease", daemon=True)
@@ -91,22 +90,15 @@ class LeaseThread:
                 return
 
     def _renew(self) -> None:
-        before = self._checkpoint
-        self._renew_at(self._shards)
-        if self._checkpoint != before:
-            self._renew_at(self._shards[1:])
-
-    def _renew_at(self, shards: Sequence[ShardStream]) -> None:
         request = pb.RenewLeaseRequest(
             identity=self._identity,
-            checkpoint=self._checkpoint,
             uploaded=self.uploaded,
             first_batches=self.first_batches,
             shards=filter(None, (shard.history() for shard in self._shards)),
         )
         seconds = max(0.5, self.renewal_seconds)
         self._calls = start_all(
-            shards, lambda shard: shard.lease_connection.stub.RenewLease.future(request, timeout=seconds)
+            self._shards, lambda shard: shard.lease_connection.stub.RenewLease.future(request, timeout=seconds)
         )
         for shard, call in self._calls:
             suppress_errors(partial(self._read, shard, call))
@@ -119,7 +111,6 @@ class LeaseThread:
             if isinstance(failure, Transient) and failure.lost:
                 shard.lease_connection.reconnect()
             raise
-        self._checkpoint = answer.checkpoint or self._checkpoint
         shard.note_receipt(answer.received_bytes, installing=answer.installing)
         if answer.same_batches and not self._has_warned:
             self._has_warned = True

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,6 +51,9 @@ class LocalServer:
         self._owner = os.getpid()
         self._settings: dict[str, object] = {"log_format": "text", "log_level": "warning", "listen": "127.0.0.1:0"}
         self._settings |= {"health_listen": "", "metrics_listen": "127.0.0.1:0", "device": "cpu"} | settings
+        self._folder = tempfile.TemporaryDirectory(prefix="psclient-", ignore_cleanup_errors=True)
+        if shards > 1:  # on which shard 0 tells the others
+            self._settings["coordinator"] = f"unix:{self._folder.name}/shard-0"
         self.processes: list[subprocess.Popen[bytes]] = []
         self.addresses, self.metrics_addresses, self.health_addresses = ([""] * shards for _ in range(3))
         try:
@@ -88,6 +92,7 @@ class LocalServer:
                 log.warning("server process %d did not stop; killing it", process.pid)
                 process.kill()
                 process.wait()
+        self._folder.cleanup()
 
     def __enter__(self) -> Self:
         return self

@@ -536,9 +536,6 @@ class Run:
         """End the lease everywhere; failures are of no consequence, the lease ends anyway."""
         self.leases.stop()
         if self._has_asked:
-            if self.run_finished and len(self.shards) > 1:
-                finish = pb.FinishRunRequest(run_id=self.identity.run_id)
-                self._call_all(lambda stub: stub.FinishRun.future(finish, timeout=_LEAVING_SECONDS))
             leave = pb.LeaveRequest(identity=self.identity)
             self._call_all(lambda stub: stub.Leave.future(leave, timeout=_LEAVING_SECONDS))
         # A thread that outlives the interpreter's end would free tensors when torch can no longer do so.

@@ -31,6 +31,7 @@ from psservice.rpc.file_watcher import FileWatcher
 from psservice.rpc.health_and_reflection import LIVENESS, Health, reflection_handlers
 from psservice.rpc.operators import OperatorCalls
 from psservice.rpc.ports import EventLoop, bind_port, open_port
+from psservice.rpc.shards import Follower, ShardCalls
 from psservice.rpc.status import bind_certificates, bind_metrics
 from psservice.rpc.watched_files import SecurityError
 from psservice.rpc.workers import WorkerCalls
@@ -78,6 +79,8 @@ class Server:
         self._watcher = FileWatcher()
         self._health = Health()
         self._port: grpc.aio.Server | None = None
+        self._shards_port: grpc.aio.Server | None = None  # of other shards of this command
+        self._follower: Follower | None = None
         self._certificates: ServerCertificates | None = None
         self._web: WebServer | None = None
         self._told: queue.SimpleQueue[_Word] = queue.SimpleQueue()  # whose put a signal may interrupt
@@ -98,6 +101,8 @@ class Server:
     def _start_service(self) -> None:
         """Recover the shard, and open the ports of workers and metrics."""
         settings = self.settings
+        if settings.shard_index and not settings.coordinator:
+            raise StartError(f"shard {settings.shard_index} follows shard 0: give shard 0's HOST:PORT as --coordinator")
         try:
             if settings.tracing:
                 tracing.start("psservice", f"shard-{settings.shard_index}")
@@ -110,9 +115,9 @@ class Server:
             self.shard = open_shard(settings, device_of(settings), self._metrics, self.update_health, self._failed)
         except (StorageError, SecurityError, TracingError) as error:
             raise StartError(str(error)) from error
-        self.shard.durability.checkpoints.keys = authenticator.server_keys
         operators = OperatorCalls(self.shard, lambda: self._dispatcher.queued, self.update_health, self._ask_to_stop)
-        handlers_by_rpc = handlers_of(WorkerCalls(self.shard)) | handlers_of(operators)
+        calls = (WorkerCalls(self.shard), ShardCalls(self.shard), operators)
+        handlers_by_rpc = {rpc: handler for each in calls for rpc, handler in handlers_of(each).items()}
         self._dispatcher = Dispatcher(handlers_by_rpc, authenticator, self.shard)
         self.shard.leases.waiters.serve_on(self._loop.loop.call_soon_threadsafe)
         bind_metrics(self.shard)
@@ -129,6 +134,10 @@ class Server:
             return number
 
         self.address = self._listen(settings.listen, "--listen", open_workers_port)
+        if settings.coordinator.startswith("unix:") and self.shard.is_coordinator:
+            self._shards_port, _ = self._loop.run(open_port(settings.coordinator, handlers, None))
+        elif settings.coordinator:
+            self._follower = Follower(self.shard, authenticator)
         self._maintenance = MaintenanceThread(lambda: self.shard.model.layout.size if self.shard.model else 0)
 
     def run(self) -> None:
@@ -162,6 +171,8 @@ class Server:
     def stop(self) -> None:
         """NOT_SERVING, refuse new pushes, finish what is committed, stop."""
         log.info("draining")
+        if self._follower is not None:
+            self._follower.close()
         self._serving = False
         self.shard.drain_gate.is_closed = True
         self.update_health()
@@ -180,8 +191,8 @@ class Server:
         log.info("stopped", extra={"version": self.shard.model.version if self.shard.model else 0})
 
     def _close_ports(self) -> None:
-        if self._port is not None:
-            self._loop.run(self._port.stop(0.0))
+        for port in filter(None, (self._port, self._shards_port)):
+            self._loop.run(port.stop(0.0))
         self._loop.close()
         self._health.close()
 

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Collection
@@ -46,7 +47,10 @@ class ShardProcesses:
     """
 
     def __init__(self, settings: ServerSettings, serve: Serve) -> None:
-        self._settings, self._serve = _with_ports(settings), serve
+        self._folder = tempfile.TemporaryDirectory(prefix="psservice-")  # nobody else may enter it
+        coordinator = f"unix:{self._folder.name}/shard-0"
+        self._settings = _with_ports(settings).model_copy(update={"coordinator": coordinator})
+        self._serve = serve
         self._health = SharedHealth(settings.shards)
         self._lives = [_Life() for _ in range(settings.shards)]
         self._ready_fd = settings.ready_fd
@@ -78,6 +82,7 @@ class ShardProcesses:
                     self._start(shard)
             if not self._is_announced and self._health.all_count_all:
                 self._announce()
+        self._folder.cleanup()
         log.info("all shards have ended", extra={"status": self._status})
         return self._status
 

@@ -158,6 +158,9 @@ class Metrics:
         def read_counter(name: str, documentation: str) -> ReadMetric:
             return read(CounterMetricFamily, name, documentation, lambda: 0.0)
 
+        self.follows_coordinator = gauge(
+            "psservice_follows_coordinator", "1 while shard 0 answers, on the other shards; 0 on shard 0"
+        )
         self.durable = gauge("psservice_durable", "1 while pushes can be written to the disk as --durability promises")
         self.journal_bytes = read_counter("psservice_journal_bytes", "Bytes appended to the journal")
         self.journal_errors = read_counter(

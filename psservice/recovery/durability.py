@@ -7,15 +7,14 @@ power cut could undo.
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
 
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import sibling_generation
-from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.cluster.checkpoints import Checkpoints, new_id
+from psservice.cluster.checkpoints import Checkpoints, new_id, place_of
 from psservice.model.parameters import ModelShard
 from psservice.recovery.capture import Capture, DurableShard, capture
 from psservice.recovery.past import Past
@@ -41,7 +40,7 @@ class Durability:
     """Writes records and snapshots of a shard to its data directory. Without one, every call does nothing.
 
     The shard may be under construction: only its settings and its environment are read at first. ``on_health`` is
-    called after each change of ``is_healthy``.
+    called after each change of ``is_healthy``, ``on_snapshot`` after each snapshot.
 
     Attributes:
         snapshot_errors: snapshots that could not be taken, since the start.
@@ -50,11 +49,13 @@ class Durability:
         StorageError: see :class:`~psservice.storage.datadir.DataDir`.
     """
 
-    def __init__(self, shard: DurableShard, on_health: Callable[[], None]) -> None:
+    def __init__(
+        self, shard: DurableShard, on_health: Callable[[], None], on_snapshot: Callable[[], None] = lambda: None
+    ) -> None:
         self._shard, self._settings, self._environment = shard, shard.settings, shard.environment
         self._dir: DataDir | None = None
         self._is_lost = False  # somebody has removed the directory, or put another in its place
-        self._on_health = on_health
+        self._on_health, self._on_snapshot = on_health, on_snapshot
         if self._settings.data_dir is not None and self._settings.durability != "none":
             self._dir = DataDir(self._settings, self._environment, on_health)
         self.records = RecordLog()
@@ -285,23 +286,14 @@ class Durability:
     # Checkpoints of all shards
 
     def announced_checkpoint(self) -> str:
-        """Return shard 0's newest checkpoint, which workers carry to the other shards; empty elsewhere."""
-        if not self._shard.is_coordinator or self.last_snapshot is None:
-            return ""
-        return self.checkpoints.told(self._shard.state.run.run_id, self.last_snapshot.manifest.checkpoint)
+        """Return shard 0's newest checkpoint that nobody has named, in which the other shards take part."""
+        last = self.last_snapshot.manifest.checkpoint if self.last_snapshot else ""
+        return last if self._shard.is_coordinator and place_of(last) is not None else ""
 
-    def on_checkpoint(self, announced: str, seen: Iterable[pb.ShardHistory]) -> None:
-        """Take part in a checkpoint of shard 0's that a worker has announced; the thread of snapshots does the work.
-
-        ``seen`` is what the worker has pulled of each shard.
-        """
-        shard, model = self._shard, self._shard.state.model
-        if self._dir is None or shard.is_coordinator or model is None:
-            return
-        for history in seen:
-            if history.shard_index == 0:
-                self.checkpoints.hear_of_shard_0(history)
-        if announced and self.checkpoints.hear(shard.state.run.run_id, model.generation, announced):
+    def hear_of_checkpoint(self, checkpoint: str) -> None:
+        """Take part in a checkpoint that shard 0 has announced; the thread of snapshots does the work."""
+        model = self._shard.state.model
+        if self._dir is not None and self.checkpoints.hear(model.generation if model else None, checkpoint):
             self._wake.set()
 
     # Snapshots
@@ -443,6 +435,7 @@ class Durability:
         self.last_snapshot = snapshot
         self.checkpoints.taken(snapshot.manifest.checkpoint)
         self._shard.metrics.observe_snapshot(snapshot.manifest.version, snapshot.manifest.created_unix_seconds)
+        self._on_snapshot()
 
     @contextmanager
     def _counting_errors(self) -> Iterator[None]:

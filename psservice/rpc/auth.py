@@ -5,6 +5,7 @@ A token belongs to a role, and perhaps to one worker. Memory has only hashes of 
 
 import asyncio
 import hashlib
+import hmac
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ _LOOK_SECONDS = 2.0  # after which an unknown token is refused if the file canno
 
 _HASHED = "sha256:"
 _SHOWN_DIGITS = 8
+_SHARD = "Shard"  # the scheme of what shards show one another
 
 
 class Role(IntEnum):
@@ -69,10 +71,21 @@ class Authenticator:
             self._file = WatchedFiles("tokens", (path,), lambda: read_tokens(path))
             watcher.watch(self._file.refresh)
 
-    def server_keys(self) -> list[bytes] | None:
-        """Return hashes of the admins' tokens, which servers share and workers have not; ``None`` without tokens."""
+    def shard_token(self) -> str:
+        """Return what a shard shows to another that has the same tokens; empty without tokens.
+
+        It is made of an admin's token, which shards have and workers have not, and serves readers' calls.
+        """
+        keys = self._shard_keys()
+        return f"{_SHARD} {_shard_proof(keys[0])}" if keys else ""
+
+    def _is_shard(self, proof: str) -> bool:
+        shown = proof if proof.isascii() else ""
+        return any(hmac.compare_digest(_shard_proof(key), shown) for key in self._shard_keys())
+
+    def _shard_keys(self) -> list[bytes]:
         if self._file is None:
-            return None
+            return []
         return sorted(digest for digest, caller in self._file.content.items() if caller.role is Role.ADMIN)
 
     async def admit(self, metadata: Iterable[tuple[str, str | bytes]], rpc: str, needed: Role) -> Caller:
@@ -106,6 +119,8 @@ class Authenticator:
             return ANONYMOUS_ADMIN
         shown = _shown(metadata)
         kind, _, token = shown.partition(" ")
+        if kind == _SHARD and needed is Role.READER and self._is_shard(token):
+            return Caller(Role.READER)
         caller = self._file.content.get(_digest(token.strip())) if kind.lower() == "bearer" else None
         if caller is None:
             why = "its token is not known" if shown else "no token came with it"
@@ -115,6 +130,10 @@ class Authenticator:
                 ErrorCode.PERMISSION_DENIED, f"{rpc} needs the role {needed.name.lower()}, the token has less"
             )
         return caller
+
+
+def _shard_proof(key: bytes) -> str:
+    return hmac.new(key, b"sparseps shard", hashlib.sha256).hexdigest()
 
 
 def _shown(metadata: Iterable[tuple[str, str | bytes]]) -> str:

@@ -69,6 +69,7 @@ BOUNDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
         "wait_seconds": _WAIT,
     },
     "WaitForAllRequest": {"number": (1, _MOST_STEP), "wait_seconds": _WAIT},
+    "FollowRunRequest": {"known": (0, (1 << 64) - 1), "wait_seconds": _WAIT},
     "RestoreModelRequest": {"version": (0, _MOST_VERSION)},
     "EvictWorkerRequest": {"ban_seconds": (0.0, _LONGEST_BAN_SECONDS)},
 }
@@ -85,7 +86,6 @@ _MOST_INNER_FIELDS = MOST_TENSORS + 1  # of one in it: a layout has its tensors 
 _NAMES: Mapping[str, Mapping[str, bool]] = {
     "WorkerIdentity": {"worker_id": False, "incarnation": False, "run_id": True},
     "JoinRequest": {"method": False},
-    "RenewLeaseRequest": {"checkpoint": True},
     "ShardOrigin": {"checkpoint": True},
     "FinishRunRequest": {"run_id": True},
     "TakeSnapshotRequest": {"checkpoint": True},

@@ -10,10 +10,10 @@ from psservice.model.reply_session import ReplyMode
 from psservice.observability.metrics import Metrics
 from psservice.rpc.certificates import ServerCertificates
 from psservice.settings import ServerSettings
+from psservice.shard.following import RUN_STATES
 from psservice.shard.shard import Shard
 from psservice.state.run import RunState
 
-RUN_STATES = {state: pb.RunState.Value(f"RUN_STATE_{state.name}") for state in RunState}
 REPLY_MODES = {ReplyMode.EXACT: pb.REPLY_MODE_EXACT, ReplyMode.TOPK: pb.REPLY_MODE_TOPK}
 _DOWN_MODES = {"auto": pb.DOWN_MODE_AUTO, "exact": pb.DOWN_MODE_EXACT, "topk": pb.DOWN_MODE_TOPK}
 _BUFFER_POLICIES = {"sync": pb.BUFFER_POLICY_SYNC, "local": pb.BUFFER_POLICY_LOCAL, "none": pb.BUFFER_POLICY_NONE}

@@ -31,10 +31,11 @@ from psservice.cluster.member import Member
 from psservice.model.reply_session import PullRequest, Reply
 from psservice.rpc.calls import Call, LastStep, require_place
 from psservice.rpc.memory_budget import MemoryBudget, Reservation, default_limit, largest_stream
-from psservice.rpc.status import REPLY_MODES, RUN_STATES, run_settings
+from psservice.rpc.status import REPLY_MODES, run_settings
 from psservice.sampling.codec import answer_to_message, finished_of, sample_request_of
 from psservice.shard import model_install
 from psservice.shard.buffers_and_samples import exchange_buffers, lease_samples, open_exchange
+from psservice.shard.following import RUN_STATES
 from psservice.shard.join import JoinLayouts, hear_of_shards, join, leave
 from psservice.shard.lifecycle import close_rounds_after_leave
 from psservice.shard.pull import pull
@@ -106,7 +107,6 @@ class WorkerCalls:
         identity = self._identity(request.identity)
         member = shard.leases.require(identity)
         shard.uploads.note_progress(identity, request.uploaded)
-        shard.durability.on_checkpoint(request.checkpoint, request.shards)
         hear_of_shards(shard, request.shards)
         progress = model_install.upload_progress(shard)
         if progress is not None and call.wait_seconds and not call.is_late:
@@ -114,7 +114,6 @@ class WorkerCalls:
                 ErrorCode.BUSY, "the model is uploaded", lambda: model_install.upload_progress(shard) is None
             )
         return pb.RenewLeaseResponse(
-            checkpoint=shard.durability.announced_checkpoint(),
             live_workers=len(shard.leases),
             received_bytes=member.received_bytes,
             installing=shard.installing,

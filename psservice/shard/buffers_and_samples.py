@@ -70,7 +70,10 @@ def lease_samples(shard: Shard, identity: Identity, request: SampleRequest) -> L
                     gone=map(worker_of, leased.gone),
                 )
             )
+        had_none = member.has_no_samples
         member.has_no_samples = request.samples > 0 and not leased.after.held_by(identity)
+        if member.has_no_samples != had_none:
+            shard.leases.waiters.wake()
         return leased
 
     leased = shard.apply_thread.run(lease)

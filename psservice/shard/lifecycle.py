@@ -18,6 +18,7 @@ from psservice.state.records import Record, history_of, worker_of
 from psservice.state.run import RunState
 from psservice.state.v1 import journal_pb2 as rec
 from psservice.storage.environment import MACHINE, Environment
+from psservice.types import Identity
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,9 @@ def end_leases(shard: Shard) -> None:
         commit_or_warn(shard, rec.Known(histories=map(history_of, heard)))
     forget_old_pushes(shard)
     forget_upload(shard)
+    if shard.ends_with is not None and not shard.run.is_finished and shard.model is not None:
+        with suppress(Rejected):  # busy, or not durable: it is tried again
+            shard.apply_thread.run(lambda: end_if_over(shard))
     close_rounds_after_leave(shard)
 
 
@@ -121,10 +125,18 @@ def close_due_rounds(shard: Shard) -> None:
     shard.apply_thread.run(close)
 
 
-def end_if_over(shard: Shard) -> None:
-    """End the run where its counts have reached its end; on the apply thread."""
-    if shard.run.is_over(shard.require_model(None).version):
-        _end(shard)
+def end_if_over(shard: Shard, by: tuple[Identity, int] | None = None) -> None:
+    """End the run if its counts have reached its end, or shard 0 has ended it; on the apply thread."""
+    if shard.run.is_over(shard.require_model(None).version) or _has_last_push(shard):
+        _end(shard, by)
+
+
+def _has_last_push(shard: Shard) -> bool:
+    """Tell whether shard 0 has ended the run, and this shard has applied the push that ended it, if that comes."""
+    if shard.ends_with is None or shard.run.is_finished:
+        return False
+    worker, step = shard.ends_with
+    return shard.state.pushes.find(worker).step >= step or not shard.leases.is_live(worker)
 
 
 def finish(shard: Shard) -> str:
@@ -134,8 +146,10 @@ def finish(shard: Shard) -> str:
     return shard.final_model.wait()
 
 
-def _end(shard: Shard) -> None:
+def _end(shard: Shard, by: tuple[Identity, int] | None = None) -> None:
     """End the run; on the apply thread, so that the final model is the one at the last version.
+
+    ``by`` is the push that has ended it: its worker and step.
 
     Where the run has ended and that model could not be written, write it again: a full disk may have room by now.
     """
@@ -147,6 +161,7 @@ def _end(shard: Shard) -> None:
         return
     synchronizer.close()
     shard.commit(rec.Finished())
+    shard.last_push = by
     log.info("run finished", extra={"version": model.version, "samples": shard.run.samples})
     shard.leases.waiters.wake(everyone=True)
     shard.final_model.begin(shard.copy_now, shard.run.run_id)

@@ -72,7 +72,7 @@ def _push(
     shard.leases.pushed(member)
     shard.metrics.observe_push(answer, shard.require_model(None).version)
     shard.require_synchronizer(None).close_if_due()
-    end_if_over(shard)
+    end_if_over(shard, (identity, header.step))
     shard.leases.waiters.wake()
     return answer, False
 
@@ -103,7 +103,6 @@ def _decide(
     state.datasets.finish(identity, finished)
     return rec.Pushed(
         worker=worker_of(identity),
-        run_id=header.identity.run_id,
         step=header.step,
         generation=header.generation,
         base_version=header.base_version,

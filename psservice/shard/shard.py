@@ -41,6 +41,8 @@ class Shard:
     Attributes:
         state: what snapshots and records keep, and what records alone change.
         synchronizer: synchronizes the pushes to the model; ``None`` before the upload.
+        last_push: that ended the run on shard 0: its worker and step.
+        ends_with: the same, as another shard heard of it.
         lease_ends: the thread that ends leases by the clock, once the shard is open.
         installing: whether another model is on its way in: joining workers wait for it. Set under ``join_lock``.
         join_lock: held while a worker joins, while ends of leases are journaled, and while the model is replaced.
@@ -84,7 +86,9 @@ class Shard:
         self.stopping = threading.Event()
         self.lease_ends: threading.Thread | None = None
         self.installing = False
-        self.durability = Durability(self, on_health)
+        self.last_push: tuple[Identity, int] | None = None
+        self.ends_with: tuple[Identity, int] | None = None
+        self.durability = Durability(self, on_health, self.leases.waiters.wake)
 
     def new_state(self) -> ShardState:
         """Return the state of a shard without a model."""

@@ -26,6 +26,7 @@ Record = (
     | rec.Left
     | rec.Waited
     | rec.Forgot
+    | rec.RunNamed
     | rec.Finished
     | rec.RoundClosed
     | rec.GroupDecided
@@ -47,6 +48,7 @@ KINDS: Mapping[int, type[Record]] = {
     9: rec.Waited,
     10: rec.SamplesLeased,
     11: rec.Forgot,
+    12: rec.RunNamed,
 }
 """The message of each kind of record; docs/operate/durability.md says what each kind is for."""
 

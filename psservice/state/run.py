@@ -27,8 +27,8 @@ class RunState(Enum):
 class Run:
     """One training run as one shard sees it; an end of 0 is none.
 
-    Without ``run_id`` the coordinator, shard 0, draws one. Another shard adopts that of the model uploaded to it or,
-    where it began with a model of its own, of the first push to that model.
+    Without ``run_id`` the coordinator, shard 0, draws one. Another shard learns it from shard 0, and adopts that of a
+    model that is uploaded to it.
     """
 
     def __init__(self, run_id: str, *, coordinator: bool = True, end_versions: int = 0, end_samples: int = 0) -> None:
@@ -66,7 +66,7 @@ class Run:
             self.require_id(run_id)
 
     def adopted(self, run_id: str) -> str:
-        """Return the run's id once a model, or a push to one, has brought ``run_id``."""
+        """Return the run's id once a model has brought ``run_id``."""
         return run_id if self._adopts and run_id else self.run_id
 
     def agree(self, method: str, settings: Mapping[str, str]) -> None:

@@ -95,7 +95,6 @@ class ShardState:
         datasets = self.datasets.finish(identity, {each.dataset: share_of(each.places) for each in record.finished})
         model.take(identity.worker_id, update, context, record.step)
         answer = PushAnswer(record.version, record.staleness, time.perf_counter_ns() - started, factor)
-        self.run.run_id = self.run.run_id or record.run_id  # a shard that follows learns it from its workers
         own = self.pushes.find(identity).own
         if model.round is None:
             own = own.noted(record.generation, record.base_version, record.version)
@@ -122,6 +121,9 @@ class ShardState:
 
     def _forget(self, record: rec.Forgot) -> None:
         self.pushes.forget(map(identity_of, record.workers))
+
+    def _name_run(self, record: rec.RunNamed) -> None:
+        self.run.run_id = record.run_id
 
     def _finish(self, record: rec.Finished) -> None:
         self.run.state = RunState.FINISHED
@@ -171,6 +173,7 @@ _APPLY: Mapping[type, Callable[[ShardState, Any], None]] = {
     rec.Left: ShardState._leave,
     rec.Waited: ShardState._wait,
     rec.Forgot: ShardState._forget,
+    rec.RunNamed: ShardState._name_run,
     rec.Finished: ShardState._finish,
     rec.RoundClosed: ShardState._close_round,
     rec.GroupDecided: ShardState._decide_groups,

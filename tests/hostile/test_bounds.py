@@ -29,7 +29,7 @@ NUMBERS = (
     FieldDescriptor.CPPTYPE_FLOAT,
 )
 MOST = 2**64 - 1
-EVERY_VALUE = {("LeaseSamplesRequest", "seed")}  # all 64 bits are its bound
+EVERY_VALUE = {("LeaseSamplesRequest", "seed"), ("FollowRunRequest", "known")}  # all 64 bits are its bound
 COMPARED = {  # with what the shard has, or with what has come before: what does not agree is refused by another name
     ("Chunk", "start"),
     ("Chunk", "length"),
@@ -125,6 +125,8 @@ def requests_of(worker, rpc):
         return [pb.LeaseSamplesRequest(identity=identity, dataset="d", size=10, has_epoch=True, samples=1)]
     if rpc == "WaitForAll":
         return [pb.WaitForAllRequest(identity=identity, number=1)]
+    if rpc == "FollowRun":
+        return [pb.FollowRunRequest(num_shards=1)]
     if rpc == "RestoreModel":
         return [pb.RestoreModelRequest(version=1)]
     if rpc == "EvictWorker":

@@ -104,6 +104,7 @@ class Servers:
                 "listen": self.addresses[shard],
                 "shard_index": shard,
                 "num_shards": self.shards,
+                "coordinator": self.addresses[0],
                 "ready_fd": write_end,
                 "parent_pid": os.getpid(),
                 "log_format": "json",

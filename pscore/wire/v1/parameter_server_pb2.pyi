@@ -979,13 +979,10 @@ class RenewLeaseRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     IDENTITY_FIELD_NUMBER: _builtins.int
-    CHECKPOINT_FIELD_NUMBER: _builtins.int
     UPLOADED_FIELD_NUMBER: _builtins.int
     FIRST_BATCHES_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
-    checkpoint: _builtins.str
-    """What shard 0 has told last, as it came; other shards take part in that checkpoint, if it is newer than their last."""
     uploaded: _builtins.float
     """Where this worker uploads the model: which share of the whole model it has sent, 0 to 1."""
     first_batches: _builtins.int
@@ -1004,7 +1001,6 @@ class RenewLeaseRequest(_message.Message):
         self,
         *,
         identity: Global___WorkerIdentity | None = ...,
-        checkpoint: _builtins.str = ...,
         uploaded: _builtins.float = ...,
         first_batches: _builtins.int = ...,
         shards: _abc.Iterable[Global___ShardHistory] | None = ...,
@@ -1012,7 +1008,7 @@ class RenewLeaseRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "first_batches", b"first_batches", "identity", b"identity", "shards", b"shards", "uploaded", b"uploaded", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_batches", b"first_batches", "identity", b"identity", "shards", b"shards", "uploaded", b"uploaded", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1025,15 +1021,12 @@ class RenewLeaseResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LIVE_WORKERS_FIELD_NUMBER: _builtins.int
-    CHECKPOINT_FIELD_NUMBER: _builtins.int
     RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
     INSTALLING_FIELD_NUMBER: _builtins.int
     SAME_BATCHES_FIELD_NUMBER: _builtins.int
     UPLOAD_FIELD_NUMBER: _builtins.int
     live_workers: _builtins.int
     """Workers alive."""
-    checkpoint: _builtins.str
-    """From shard 0: its newest checkpoint, to be carried to the other shards as it is; empty where there is none."""
     received_bytes: _builtins.int
     """Message bytes of this worker's streams that have come since it joined: what tells a slow line from a dead one."""
     installing: _builtins.bool
@@ -1050,7 +1043,6 @@ class RenewLeaseResponse(_message.Message):
         self,
         *,
         live_workers: _builtins.int = ...,
-        checkpoint: _builtins.str = ...,
         received_bytes: _builtins.int = ...,
         installing: _builtins.bool = ...,
         same_batches: _builtins.int = ...,
@@ -1058,7 +1050,7 @@ class RenewLeaseResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["upload", b"upload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "installing", b"installing", "live_workers", b"live_workers", "received_bytes", b"received_bytes", "same_batches", b"same_batches", "upload", b"upload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["installing", b"installing", "live_workers", b"live_workers", "received_bytes", b"received_bytes", "same_batches", b"same_batches", "upload", b"upload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1104,6 +1096,114 @@ class LeaveResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LeaveResponse: _TypeAlias = LeaveResponse  # noqa: Y015
+
+@_typing.final
+class RunNews(_message.Message):
+    """What shard 0 decides for all shards."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    RUN_STATE_FIELD_NUMBER: _builtins.int
+    LAST_WORKER_FIELD_NUMBER: _builtins.int
+    LAST_STEP_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    WORKERS_WITHOUT_SAMPLES_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run's id."""
+    run_state: Global___RunState.ValueType
+    """Whether the run is over."""
+    last_step: _builtins.int
+    """The step of that push: a shard ends the run once it has applied that too."""
+    checkpoint: _builtins.str
+    """Shard 0's newest checkpoint that nobody has named; empty if there is none."""
+    @_builtins.property
+    def last_worker(self) -> Global___WorkerIdentity:
+        """The worker whose push has ended the run; unset if none has."""
+
+    @_builtins.property
+    def workers_without_samples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Live workers that have no samples left, for whose pushes no round waits; by name, in order."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        run_state: Global___RunState.ValueType = ...,
+        last_worker: Global___WorkerIdentity | None = ...,
+        last_step: _builtins.int = ...,
+        checkpoint: _builtins.str = ...,
+        workers_without_samples: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_worker", b"last_worker"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "last_step", b"last_step", "last_worker", b"last_worker", "run_id", b"run_id", "run_state", b"run_state", "workers_without_samples", b"workers_without_samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunNews: _TypeAlias = RunNews  # noqa: Y015
+
+@_typing.final
+class FollowRunRequest(_message.Message):
+    """Asks shard 0 for news."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_INDEX_FIELD_NUMBER: _builtins.int
+    NUM_SHARDS_FIELD_NUMBER: _builtins.int
+    KNOWN_FIELD_NUMBER: _builtins.int
+    WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    shard_index: _builtins.int
+    """Which shard asks."""
+    num_shards: _builtins.int
+    """Of how many."""
+    known: _builtins.int
+    """The fingerprint of the news that it knows; 0 at first."""
+    wait_seconds: _builtins.float
+    """How long the answer may wait for news, in seconds."""
+    def __init__(
+        self,
+        *,
+        shard_index: _builtins.int = ...,
+        num_shards: _builtins.int = ...,
+        known: _builtins.int = ...,
+        wait_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["known", b"known", "num_shards", b"num_shards", "shard_index", b"shard_index", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FollowRunRequest: _TypeAlias = FollowRunRequest  # noqa: Y015
+
+@_typing.final
+class FollowRunResponse(_message.Message):
+    """What there is to know now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NEWS_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.int
+    """Their fingerprint; only equality means anything."""
+    @_builtins.property
+    def news(self) -> Global___RunNews:
+        """News, or what the caller knows already if the time was over."""
+
+    def __init__(
+        self,
+        *,
+        news: Global___RunNews | None = ...,
+        fingerprint: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["news", b"news"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "news", b"news"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FollowRunResponse: _TypeAlias = FollowRunResponse  # noqa: Y015
 
 @_typing.final
 class Chunk(_message.Message):

@@ -50,6 +50,11 @@ class ParameterServerServiceStub(object):
                 request_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.LeaveResponse.FromString,
                 _registered_method=True)
+        self.FollowRun = channel.unary_unary(
+                '/sparseps.v1.ParameterServerService/FollowRun',
+                request_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.FollowRunRequest.SerializeToString,
+                response_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.FollowRunResponse.FromString,
+                _registered_method=True)
         self.UploadModel = channel.stream_unary(
                 '/sparseps.v1.ParameterServerService/UploadModel',
                 request_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.UploadModelRequest.SerializeToString,
@@ -147,6 +152,13 @@ class ParameterServerServiceServicer(object):
 
     def Leave(self, request, context):
         """Ends a lease at once and frees what the server keeps for the worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FollowRun(self, request, context):
+        """From another shard to shard 0: what the whole run shares. Answered when that differs from what the caller knows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -278,6 +290,11 @@ def add_ParameterServerServiceServicer_to_server(servicer, server):
                     servicer.Leave,
                     request_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.LeaveRequest.FromString,
                     response_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.LeaveResponse.SerializeToString,
+            ),
+            'FollowRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.FollowRun,
+                    request_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.FollowRunRequest.FromString,
+                    response_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.FollowRunResponse.SerializeToString,
             ),
             'UploadModel': grpc.stream_unary_rpc_method_handler(
                     servicer.UploadModel,
@@ -437,6 +454,33 @@ class ParameterServerService(object):
             '/sparseps.v1.ParameterServerService/Leave',
             pscore_dot_wire_dot_v1_dot_parameter__server__pb2.LeaveRequest.SerializeToString,
             pscore_dot_wire_dot_v1_dot_parameter__server__pb2.LeaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FollowRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sparseps.v1.ParameterServerService/FollowRun',
+            pscore_dot_wire_dot_v1_dot_parameter__server__pb2.FollowRunRequest.SerializeToString,
+            pscore_dot_wire_dot_v1_dot_parameter__server__pb2.FollowRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,6 +46,8 @@ class ParameterServerServiceStub:
     """Keeps a lease alive. Every other call of the worker does so too."""
     Leave: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.LeaveRequest, _parameter_server_pb2.LeaveResponse]
     """Ends a lease at once and frees what the server keeps for the worker."""
+    FollowRun: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.FollowRunRequest, _parameter_server_pb2.FollowRunResponse]
+    """From another shard to shard 0: what the whole run shares. Answered when that differs from what the caller knows."""
     UploadModel: _grpc.StreamUnaryMultiCallable[_parameter_server_pb2.UploadModelRequest, _parameter_server_pb2.UploadModelResponse]
     """Sends the initial values of this shard's range (and, to shard 0, the buffers), in one call or in several: the next
     one goes on behind what has come.
@@ -96,6 +98,8 @@ class ParameterServerServiceAsyncStub(ParameterServerServiceStub):
     """Keeps a lease alive. Every other call of the worker does so too."""
     Leave: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.LeaveRequest, _parameter_server_pb2.LeaveResponse]  # type: ignore[assignment]
     """Ends a lease at once and frees what the server keeps for the worker."""
+    FollowRun: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.FollowRunRequest, _parameter_server_pb2.FollowRunResponse]  # type: ignore[assignment]
+    """From another shard to shard 0: what the whole run shares. Answered when that differs from what the caller knows."""
     UploadModel: _aio.StreamUnaryMultiCallable[_parameter_server_pb2.UploadModelRequest, _parameter_server_pb2.UploadModelResponse]  # type: ignore[assignment]
     """Sends the initial values of this shard's range (and, to shard 0, the buffers), in one call or in several: the next
     one goes on behind what has come.
@@ -161,6 +165,14 @@ class ParameterServerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_parameter_server_pb2.LeaveResponse, _abc.Awaitable[_parameter_server_pb2.LeaveResponse]]:
         """Ends a lease at once and frees what the server keeps for the worker."""
+
+    @_abc_1.abstractmethod
+    def FollowRun(
+        self,
+        request: _parameter_server_pb2.FollowRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_parameter_server_pb2.FollowRunResponse, _abc.Awaitable[_parameter_server_pb2.FollowRunResponse]]:
+        """From another shard to shard 0: what the whole run shares. Answered when that differs from what the caller knows."""
 
     @_abc_1.abstractmethod
     def UploadModel(

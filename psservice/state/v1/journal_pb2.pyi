@@ -115,7 +115,6 @@ class Pushed(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKER_FIELD_NUMBER: _builtins.int
-    RUN_ID_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     BASE_VERSION_FIELD_NUMBER: _builtins.int
@@ -126,8 +125,6 @@ class Pushed(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     STALENESS_FIELD_NUMBER: _builtins.int
     FACTOR_FIELD_NUMBER: _builtins.int
-    run_id: _builtins.str
-    """The run of that worker."""
     step: _builtins.int
     """The worker's step."""
     generation: _builtins.int
@@ -160,7 +157,6 @@ class Pushed(_message.Message):
         self,
         *,
         worker: Global___Worker | None = ...,
-        run_id: _builtins.str = ...,
         step: _builtins.int = ...,
         generation: _builtins.int = ...,
         base_version: _builtins.int = ...,
@@ -174,7 +170,7 @@ class Pushed(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "factor", b"factor", "finished", b"finished", "generation", b"generation", "group_rates", b"group_rates", "learning_rate", b"learning_rate", "run_id", b"run_id", "samples", b"samples", "staleness", b"staleness", "step", b"step", "version", b"version", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "factor", b"factor", "finished", b"finished", "generation", b"generation", "group_rates", b"group_rates", "learning_rate", b"learning_rate", "samples", b"samples", "staleness", b"staleness", "step", b"step", "version", b"version", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -325,6 +321,28 @@ class Forgot(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Forgot: _TypeAlias = Forgot  # noqa: Y015
+
+@_typing.final
+class RunNamed(_message.Message):
+    """A shard learns the run's id from shard 0."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The id."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunNamed: _TypeAlias = RunNamed  # noqa: Y015
 
 @_typing.final
 class Finished(_message.Message):

@@ -8,7 +8,7 @@ import pytest
 from pscore.wire.messages import SHARD_HEADER, place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
-from psservice.app.server import Server
+from psservice.app.server import Server, StartError
 from psservice.rpc.calls import SERVICE
 from psservice.settings import ServerSettings
 
@@ -17,12 +17,16 @@ TIMEOUT = 20.0
 
 @pytest.fixture(scope="module")
 def channel():
-    server = Server(
-        ServerSettings(listen="127.0.0.1:0", health_listen="", metrics_listen="", shard_index=1, num_shards=3)
-    )
+    place = {"shard_index": 1, "num_shards": 3, "coordinator": "127.0.0.1:1"}
+    server = Server(ServerSettings(listen="127.0.0.1:0", health_listen="", metrics_listen="", **place))
     with grpc.insecure_channel(server.address) as channel:
         yield channel
     server.stop()
+
+
+def test_a_shard_that_follows_nobody_does_not_start():
+    with pytest.raises(StartError, match="--coordinator"):
+        Server(ServerSettings(listen="127.0.0.1:0", health_listen="", metrics_listen="", shard_index=1, num_shards=3))
 
 
 @pytest.mark.parametrize("method", [*SERVICE.methods], ids=lambda method: method.name)

@@ -29,6 +29,7 @@ from psservice.shard.model_install import roll_back
 from psservice.shard.push import check_push, prepare_push
 from psservice.shard.waiting import wait_for_all
 from psservice.state.records import KINDS, kind_of
+from psservice.state.v1 import journal_pb2 as rec
 from psservice.storage.environment import Environment
 from psservice.types import Identity
 from psservice.wire.push_stream import read_all, read_push
@@ -179,6 +180,9 @@ class History:
     def roll_back(self, name, seed):
         roll_back(self.shard, self.shard.model.version - seed % 4, "")
 
+    def name_run(self, name, seed):
+        self.shard.change(rec.RunNamed(run_id="run"))  # as a shard that follows shard 0 does
+
     def end(self, name, seed):
         if seed % 4 == 0:
             finish(self.shard)
@@ -188,7 +192,19 @@ class History:
             getattr(self, what)(name, seed)
 
 
-ACTIONS = ("push", "come_and_go", "average", "lease", "wait", "hear", "pass_time", "pull", "take_snapshot", "roll_back")
+ACTIONS = (
+    "push",
+    "come_and_go",
+    "average",
+    "lease",
+    "wait",
+    "hear",
+    "pass_time",
+    "pull",
+    "take_snapshot",
+    "roll_back",
+    "name_run",
+)
 actions = st.lists(
     st.tuples(
         st.sampled_from(("push", "push", "push", *ACTIONS, "pass_a_day", "end")),

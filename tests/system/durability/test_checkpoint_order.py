@@ -1,8 +1,6 @@
-"""A follower shard takes part in shard 0's checkpoints, in their order and in each once, whatever workers carry."""
+"""The other shards take part in shard 0's checkpoints, in their order and in each once."""
 
 import json
-import signal
-import time
 import zlib
 
 import grpc
@@ -14,6 +12,7 @@ from pscore.model.layout import ModelLayout, TensorSpec
 from pscore.wire.messages import layout_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from tests.system.operating.asking import metric
 from tests.system.tools import wait_until
 
 TIMEOUT, HALF = 20.0, 50
@@ -26,6 +25,7 @@ class Run:
 
     def __init__(self, server, token=""):
         self.server, self.token = server, token
+        self.wait_until_followed()
         self.identity = pb.WorkerIdentity(worker_id="w", incarnation="1")
         answer = self.join(0)
         self.identity.run_id = answer.run_id
@@ -63,41 +63,20 @@ class Run:
         ]
         self.call(index, "UploadModel", iter(messages))
 
+    def wait_until_followed(self):
+        wait_until(lambda: metric(self.server.metrics_addresses[1], "psservice_follows_coordinator") == 1)
+
     def snapshot(self, index=0, name=""):
         return self.call(index, "TakeSnapshot", pb.TakeSnapshotRequest(checkpoint=name), token=ADMIN).checkpoint
 
-    def carry(self, checkpoint, index=1):
-        """Renew a lease with a checkpoint; return what the shard tells in turn."""
-        request = pb.RenewLeaseRequest(identity=self.identity, checkpoint=checkpoint)
-        return self.call(index, "RenewLease", request).checkpoint
-
     def newest(self, index=1):
         return self.call(index, "GetStatus", pb.GetStatusRequest()).snapshot_checkpoint
-
-    def admits(self, index, token):
-        """Whether a shard knows a token, in the file that it reads again every so often."""
-        try:
-            self.call(index, "GetStatus", pb.GetStatusRequest(), token=token)
-        except grpc.RpcError as error:
-            return error.code() is not grpc.StatusCode.UNAUTHENTICATED
-        return True
-
-    def draw(self):
-        """Have shard 0 take a checkpoint; return its id, and what it tells workers."""
-        return self.snapshot(), self.carry("", 0)
 
 
 def kept(directory, index=1):
     """The checkpoints that a shard keeps, oldest first."""
     manifests = (directory / f"shard-{index}-of-2" / "snapshots").glob("[0-9]*/manifest.json")
     return [json.loads(path.read_text())["checkpoint"] for path in sorted(manifests)]
-
-
-def carries_for_a_while(run, *told):
-    end = time.monotonic() + 1.5
-    while time.monotonic() < end:
-        for each in told:
-            run.carry(each)
 
 
 @pytest.fixture
@@ -112,72 +91,70 @@ def secured(options, tmp_path):
     return {**options, "tokens": tokens}
 
 
-def test_checkpoints_do_not_flip_back_where_workers_carry_old_and_new_ones_by_turns(options):
+def test_a_shard_takes_part_in_each_checkpoint_of_shard_0_once_and_in_their_order(options):
     with LocalServer(**options, keep_snapshots=10) as server:
         run = Run(server)
-        first, told_first = run.draw()
-        run.carry(told_first)
-        wait_until(lambda: run.newest() == first)
-        second, told_second = run.draw()
-        run.carry(told_second)
-        wait_until(lambda: run.newest() == second)
-        carries_for_a_while(run, told_first, told_second)
-        third, told_third = run.draw()
-        run.carry(told_third)
-        wait_until(lambda: run.newest() == third)
-        assert kept(options["data_dir"]) == ["", first, second, third]
+        drawn = []
+        for _ in range(3):
+            drawn.append(run.snapshot())
+            wait_until(lambda: run.newest() == drawn[-1])
+        assert kept(options["data_dir"]) == ["", *drawn]
 
 
-def test_a_restart_forgets_neither_the_order_nor_what_was_taken(options):
-    with LocalServer(**options, keep_snapshots=2) as server:
+def test_a_shard_that_was_away_takes_no_part_in_what_was_taken_meanwhile_and_in_the_next(options):
+    with LocalServer(**options, keep_snapshots=10) as server:
         run = Run(server)
-        drawn = [run.draw() for _ in range(2)]
-        run.carry(drawn[1][1])
-        wait_until(lambda: run.newest() == drawn[1][0])
-        for _ in range(2):  # what was told is no longer among what is kept
-            run.snapshot(1)
-        for process in server.processes:
-            process.send_signal(signal.SIGKILL)
-        for index in range(2):
-            server.restart(index)
-        before = kept(options["data_dir"])
-        carries_for_a_while(run, drawn[0][1], drawn[1][1])
-        assert kept(options["data_dir"]) == before == ["", ""]
-        third, told_third = run.draw()
-        run.carry(told_third)
+        first = run.snapshot()
+        wait_until(lambda: run.newest() == first)
+        server.processes[1].kill()
+        run.snapshot()
+        server.restart(1)
+        run.join(1)
+        run.wait_until_followed()
+        third = run.snapshot()
         wait_until(lambda: run.newest() == third)
+        assert kept(options["data_dir"]) == ["", first, third]
 
 
-def test_what_an_operator_has_taken_everywhere_is_not_taken_again_for_workers(options):
+def test_a_shard_goes_on_while_shard_0_is_away_and_follows_it_again(options):
+    with LocalServer(**options, keep_snapshots=10) as server:
+        run = Run(server)
+        server.processes[0].kill()
+        run.snapshot(1, "alone")
+        wait_until(lambda: metric(server.metrics_addresses[1], "psservice_follows_coordinator") == 0)
+        server.restart(0)
+        run.join(0)
+        run.wait_until_followed()
+        drawn = run.snapshot()
+        wait_until(lambda: run.newest() == drawn)
+        assert kept(options["data_dir"]) == ["", "alone", drawn]
+
+
+def test_what_an_operator_has_taken_everywhere_is_not_taken_again(options):
     with LocalServer(**options) as server:
         run = Run(server)
-        first, told = run.draw()
-        run.snapshot(1, first)
-        carries_for_a_while(run, told)
-        assert kept(options["data_dir"]) == ["", first]
-
-
-def test_a_worker_cannot_make_a_checkpoint_and_prunes_none(secured):
-    with LocalServer(**secured, keep_snapshots=3) as server:
-        run = Run(server, WORKER)
-        first, told = run.draw()
-        head, _, number = first.rpartition("-")
-        ahead = f"{head}-{int(number, 16) + 5:x}"
-        proof = told.removeprefix(first)
-        invented = ["invented", first, ahead, ahead + proof, f"{first}.{'0' * 32}", f"{first}.é"]
-        carries_for_a_while(run, *invented)
-        assert kept(secured["data_dir"]) == [""]
-        run.carry(told)
+        first = run.snapshot()
         wait_until(lambda: run.newest() == first)
-        assert kept(secured["data_dir"]) == ["", first]
+        before = kept(options["data_dir"])
+        run.snapshot(0, "named")
+        second = run.snapshot()
+        wait_until(lambda: run.newest() == second)
+        assert kept(options["data_dir"]) == [*before, second]
 
 
-def test_without_an_admins_token_no_checkpoint_can_be_proved_and_none_is_told(secured):
+def test_shards_show_one_another_a_proof_of_an_admins_token(secured):
     with LocalServer(**secured) as server:
         run = Run(server, WORKER)
-        first, told = run.draw()
-        secured["tokens"].write_text(f"worker {WORKER}\n")
-        wait_until(lambda: not any(run.admits(index, ADMIN) for index in range(2)))
-        assert run.carry("", 0) == ""
-        carries_for_a_while(run, first, told)
-        assert kept(secured["data_dir"]) == [""]
+        first = run.snapshot()
+        wait_until(lambda: run.newest() == first)
+
+
+@pytest.mark.parametrize("shown", ["", "Shard ", "Shard " + "0" * 64, "Shard é", f"Shard {ADMIN}"])
+def test_nobody_else_is_taken_for_a_shard(shown, secured):
+    with LocalServer(**secured | {"shards": 1}) as server, grpc.insecure_channel(server.addresses[0]) as channel:
+        request = pb.FollowRunRequest(num_shards=1)
+        metadata = [("authorization", shown.encode().decode("latin-1"))] if shown else []
+        with pytest.raises((grpc.RpcError, ValueError)) as refused:
+            ParameterServerServiceStub(channel).FollowRun(request, timeout=TIMEOUT, metadata=metadata)
+        if isinstance(refused.value, grpc.RpcError):
+            assert refused.value.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INTERNAL)

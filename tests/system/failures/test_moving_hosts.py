@@ -94,6 +94,7 @@ class World:
             "listen": f"0.0.0.0:{PORT}",
             "shard-index": index,
             "num-shards": SHARDS,
+            "coordinator": f"{SERVERS[0]}.psservice:{PORT}",
             "data-dir": self._directory / "data",
             "lease-seconds": 2,
             "down-mode": "exact",

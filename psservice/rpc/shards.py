@@ -1,0 +1,143 @@
+"""The call of other shards to shard 0, and the thread in which another shard makes it."""
+
+import hashlib
+import logging
+import random
+import threading
+from functools import partial
+from typing import Any
+
+import grpc
+
+from pscore.net.channels import ChannelError, Security, explain, open_channel
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.messages import place_of
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from psservice.awaiting import NotYetError
+from psservice.rpc.auth import Authenticator
+from psservice.rpc.calls import Call
+from psservice.settings import ServerSettings
+from psservice.shard.following import follow, news_of
+from psservice.shard.shard import Shard
+
+log = logging.getLogger(__name__)
+
+LONGEST_SECONDS = 30.0
+"""How long shard 0 holds an answer."""
+
+_ANSWER_SECONDS = 10.0  # beyond that, before shard 0 is taken for away
+_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
+_COMPLAINT_SECONDS = 60.0
+_CHANNEL_OPTIONS = (
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+    ("grpc.use_local_subchannel_pool", 1),  # a new channel dials at once
+)
+
+
+class ShardCalls:
+    """The calls of shards over shard 0; each method serves the call that it is named after."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+
+    def follow_run(self, call: Call, request: pb.FollowRunRequest) -> pb.FollowRunResponse:
+        """Answer when there are news, or the time is over."""
+        shard, settings = self._shard, self._shard.settings
+        if not shard.is_coordinator or request.num_shards != settings.num_shards:
+            meant = place_of(0, request.num_shards)
+            mine = place_of(settings.shard_index, settings.num_shards)
+            raise Rejected(ErrorCode.SHARD_MISMATCH, f"the shard takes this server for shard {meant}; it is {mine}")
+        news = news_of(shard)
+        fingerprint = _fingerprint(news)
+        if request.known == fingerprint and call.wait_seconds and not call.is_late:
+            raise NotYetError(ErrorCode.BUSY, "there are no news", partial(self._has_news, fingerprint))
+        return pb.FollowRunResponse(news=news, fingerprint=fingerprint)
+
+    def _has_news(self, known: int) -> bool:
+        return _fingerprint(news_of(self._shard)) != known
+
+
+def _fingerprint(news: pb.RunNews) -> int:
+    digest = hashlib.blake2b(news.SerializeToString(deterministic=True), digest_size=8).digest()
+    return int.from_bytes(digest, "little") or 1
+
+
+class Follower:
+    """Follows shard 0 in a thread, from the start until :meth:`close`; shard 0 may be away for any time.
+
+    A call shows the token of a shard. Over TLS the shard shows its own certificate, and shard 0's must descend from
+    ``--coordinator-ca``.
+    """
+
+    def __init__(self, shard: Shard, authenticator: Authenticator) -> None:
+        self._shard, self._authenticator = shard, authenticator
+        self._closing = threading.Event()
+        self._call: Any = None
+        self._complained = 0.0
+        self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closing.set()
+        if (call := self._call) is not None:
+            call.cancel()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        settings, known = self._shard.settings, 0
+        pause = _SHORTEST_PAUSE_SECONDS
+        while not self._closing.is_set():
+            try:
+                with open_channel(settings.coordinator, security_of(settings), _CHANNEL_OPTIONS) as channel:
+                    stub = ParameterServerServiceStub(channel)
+                    while not self._closing.is_set():
+                        answer = self._ask(stub, known)
+                        follow(self._shard, answer.news)
+                        known, pause = answer.fingerprint, _SHORTEST_PAUSE_SECONDS
+                        self._shard.metrics.follows_coordinator.set(1)
+            except (grpc.RpcError, grpc.FutureCancelledError, ChannelError, Rejected) as error:
+                self._complain(error)
+            except Exception as error:  # whatever it was, the thread lives on and asks again
+                log.exception("what shard 0 told cannot be followed", exc_info=error)
+            self._shard.metrics.follows_coordinator.set(0)
+            known = 0  # so that what could not be done comes again
+            self._closing.wait(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def _ask(self, stub: ParameterServerServiceStub, known: int) -> pb.FollowRunResponse:
+        settings = self._shard.settings
+        request = pb.FollowRunRequest(
+            shard_index=settings.shard_index, num_shards=settings.num_shards, known=known, wait_seconds=LONGEST_SECONDS
+        )
+        token = self._authenticator.shard_token()
+        metadata = (("authorization", token),) if token else None
+        self._call = stub.FollowRun.future(request, timeout=LONGEST_SECONDS + _ANSWER_SECONDS, metadata=metadata)
+        if self._closing.is_set():  # close() came in between
+            self._call.cancel()
+        answer: pb.FollowRunResponse = self._call.result()
+        return answer
+
+    def _complain(self, error: Exception) -> None:
+        """Log at the first failure, and then once a minute."""
+        if self._closing.is_set():
+            return
+        address = self._shard.settings.coordinator
+        why = explain(error, address) if isinstance(error, grpc.RpcError) else str(error)
+        now = self._shard.environment.monotonic()
+        if not self._complained or now - self._complained >= _COMPLAINT_SECONDS:
+            self._complained = now
+            log.warning(
+                "shard 0 cannot be followed (--coordinator): this shard serves on, and takes snapshots by itself",
+                extra={"coordinator": address, "error": why},
+            )
+
+
+def security_of(settings: ServerSettings) -> Security:
+    """Return how a shard protects its channel to shard 0."""
+    if settings.coordinator.startswith("unix:") or not settings.tls_cert:
+        return Security()
+    ca = settings.coordinator_ca or settings.tls_client_ca
+    return Security(ca=ca, cert=settings.tls_cert, key=settings.tls_key)

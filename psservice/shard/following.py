@@ -1,0 +1,56 @@
+"""What shards share of a run: shard 0 decides, and tells the others; they follow."""
+
+import logging
+
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.shard.lifecycle import close_rounds_after_leave, end_if_over
+from psservice.shard.shard import Shard
+from psservice.state.run import RunState
+from psservice.state.v1 import journal_pb2 as rec
+from psservice.types import Identity
+from psservice.wire.identity import identity_to_message
+
+log = logging.getLogger(__name__)
+
+RUN_STATES = {state: pb.RunState.Value(f"RUN_STATE_{state.name}") for state in RunState}
+
+
+def news_of(shard: Shard) -> pb.RunNews:
+    """Return what the other shards are to know now; on shard 0, from any thread."""
+    run, last = shard.run, shard.last_push
+    return pb.RunNews(
+        run_id=run.run_id,
+        run_state=RUN_STATES[run.state],
+        last_worker=identity_to_message(last[0]) if last else None,
+        last_step=last[1] if last else 0,
+        checkpoint=shard.durability.announced_checkpoint(),
+        workers_without_samples=[
+            member.identity.worker_id for member in shard.leases.members() if member.has_no_samples
+        ],
+    )
+
+
+def follow(shard: Shard, news: pb.RunNews) -> None:
+    """Do as shard 0 has told; on another shard, in the thread that asks shard 0.
+
+    Raises :class:`~pscore.wire.errors.Rejected` if that cannot be done now: the next news bring it again.
+    """
+    if not shard.run.run_id:
+        shard.change(rec.RunNamed(run_id=news.run_id))
+        log.info("shard 0 has named the run", extra={"run": news.run_id})
+    if news.run_id != shard.run.run_id:
+        log.error(
+            "shard 0 is of another run: it has lost its data, or --coordinator names another server",
+            extra={"run": shard.run.run_id, "of_shard_0": news.run_id},
+        )
+        return
+    shard.durability.hear_of_checkpoint(news.checkpoint)
+    without = {*news.workers_without_samples}
+    for member in shard.leases.members():
+        member.has_no_samples = member.identity.worker_id in without
+    close_rounds_after_leave(shard)
+    if news.run_state == pb.RUN_STATE_FINISHED:
+        worker = Identity(news.last_worker.worker_id, news.last_worker.incarnation)
+        shard.ends_with = (worker, news.last_step)
+        if shard.model is not None:
+            shard.apply_thread.run(lambda: end_if_over(shard))
