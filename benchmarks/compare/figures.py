@@ -4,17 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
 
-from benchmarks.compare.methods import METHODS, SUBJECT
+from benchmarks.campaign.figures import frame, label, legend, save
+from benchmarks.campaign.methods import METHODS, SUBJECT
+from benchmarks.campaign.tasks import TASKS, Task
 from benchmarks.compare.results import Entry
 from benchmarks.compare.straggler import Effect, title_of
-from benchmarks.compare.tasks import TASKS, Task
 from benchmarks.harness.plots import PALETTE, style_of
-
-_DOTS_AN_INCH = 100
 
 
 def draw(directory: Path, entries: Sequence[Entry], effects: Sequence[Effect]) -> list[Path]:
@@ -46,7 +44,7 @@ def _quality(tasks: Sequence[Task], entries: Sequence[Entry]) -> Figure:
         plane.xaxis.set_minor_formatter(NullFormatter())
         plane.set_xlabel("workers")
         label(plane, task)
-    return _legend(figure, planes)
+    return legend(figure, planes[0], 4)
 
 
 def _bytes(tasks: Sequence[Task], entries: Sequence[Entry]) -> Figure:
@@ -64,7 +62,7 @@ def _bytes(tasks: Sequence[Task], entries: Sequence[Entry]) -> Figure:
         plane.xaxis.set_minor_formatter(NullFormatter())
         plane.set_xlabel(f"MB both ways, {most} workers together")
         label(plane, task)
-    return _legend(figure, planes)
+    return legend(figure, planes[0], 4)
 
 
 def _slow(effects: Sequence[Effect]) -> Figure:
@@ -80,11 +78,6 @@ def _slow(effects: Sequence[Effect]) -> Figure:
     plane.set_xlabel("throughput of the others beside a worker that is 10 times slower (dotted: 90 %)")
     plane.spines[["top", "right"]].set_visible(False)
     return figure
-
-
-def frame(count: int) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(5.2 * count + 0.4, 4.8), layout="constrained")
-    return figure, list(figure.subplots(1, count, squeeze=False)[0])
 
 
 def _plot(plane: Axes, method: str, x: Sequence[float], task: Task, entries: Sequence[Entry], *, line: bool) -> None:
@@ -109,24 +102,3 @@ def _single(plane: Axes, task: Task, entries: Sequence[Entry]) -> None:
     for entry in entries:
         if METHODS[entry.method].kind == "single" and entry.scores is not None:
             plane.axhline(entry.scores.mean, color="#333333", linestyle="--", label=METHODS[entry.method].title)
-
-
-def label(plane: Axes, task: Task) -> None:
-    plane.set_title(task.title, fontsize=10)
-    plane.set_ylabel("test accuracy" if task.higher_is_better else "test loss, nats a byte (lower is better)")
-    if task.higher_is_better:
-        plane.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=1))
-    plane.grid(alpha=0.3)
-    plane.spines[["top", "right"]].set_visible(False)
-
-
-def _legend(figure: Figure, planes: Sequence[Axes]) -> Figure:
-    handles, labels = planes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    return figure
-
-
-def save(figure: Figure, path: Path) -> Path:
-    FigureCanvasAgg(figure)
-    figure.savefig(path, dpi=_DOTS_AN_INCH)
-    return path

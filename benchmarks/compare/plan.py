@@ -1,10 +1,14 @@
-"""How much is compared: what an hour allows, and what five minutes do."""
+"""How much is compared: what an hour allows, what five minutes do, and what seconds do."""
 
 from dataclasses import dataclass
 
-from benchmarks.compare.methods import METHODS, Method
+from benchmarks.campaign.comparison import Entrant, Stage
+from benchmarks.campaign.methods import METHODS
+from benchmarks.campaign.spec import Form
 
 _EVIDENCE_ONLY = ("adam", "outer_sparse", "dgs_ahead", "dgc_ahead", "dropping_ahead")
+_FORM = ""
+"""Of every entrant: the plan's density, and replies as the server chooses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,62 +16,64 @@ class Plan:
     """One comparison.
 
     Attributes:
-        quick: it is the short one.
         tasks: keys of the tasks.
         methods: keys of the methods.
         workers: how many, one comparison each.
         tuned_at: numbers of workers at which rate and momentum are searched.
         seeds: of the runs that count.
-        search_seed: of those of the search: another.
         samples: of a run that counts.
         search_samples: of one of the search.
         density: share of the entries that a sparse method sends, and of a top-k reply.
-        momenta: search the momentum too.
+        momenta: how many are tried.
         straggler_seconds: how long each method is timed with and without a slow worker.
         variants: time there too what a bound, a quorum and rarer global rounds change.
     """
 
-    quick: bool
     tasks: tuple[str, ...] = ("digits", "language")
     methods: tuple[str, ...] = tuple(key for key in METHODS if key not in _EVIDENCE_ONLY)
     workers: tuple[int, ...] = (1, 2, 4, 8)
     tuned_at: tuple[int, ...] = (4, 8)
     seeds: tuple[int, ...] = (0, 1, 2)
-    search_seed: int = 100
     samples: int = 16_384
     search_samples: int = 8192
     density: float = 0.01
-    momenta: bool = True
+    momenta: int = 3
     straggler_seconds: float = 6.0
     variants: bool = True
 
-    def workers_of(self, method: Method) -> tuple[int, ...]:
-        """Return with how many workers a method is run."""
-        return (1,) if method.kind == "single" else self.workers
+    def stages(self) -> list[Stage]:
+        """Return the runs, a task and a number of workers at a time: those that are paired lie close together."""
+        found = []
+        for task in self.tasks:
+            for workers in sorted({1, *self.workers}):
+                entrants = tuple(Entrant(key, _FORM) for key in self.methods if workers in self._workers_of(key))
+                tuned_at = min((count for count in self.tuned_at if count >= workers), default=max(self.tuned_at))
+                found.append(
+                    Stage(
+                        task,
+                        workers,
+                        entrants,
+                        {_FORM: Form(self.density)},
+                        self.samples,
+                        simulated=False,
+                        momenta=self.momenta,
+                        seeds=self.seeds,
+                        tuned_at=tuned_at,
+                        search_samples=self.search_samples,
+                        is_paced=False,
+                    )
+                )
+        return [stage for stage in found if stage.entrants]
 
-    def tuned_for(self, method: Method, workers: int) -> int:
-        """Return at how many workers the settings for so many are searched: so many, or the next above."""
-        if method.kind == "single":
-            return 1
-        return min((count for count in self.tuned_at if count >= workers), default=max(self.tuned_at))
-
-    def momenta_of(self, method: Method) -> tuple[float, ...]:
-        return method.momenta if self.momenta else method.momenta[:1]
+    def _workers_of(self, method: str) -> tuple[int, ...]:
+        return (1,) if METHODS[method].kind == "single" else self.workers
 
 
-FULL = Plan(quick=False)
+FULL = Plan()
 QUICK = Plan(
-    quick=True,
-    workers=(4,),
-    tuned_at=(4,),
-    seeds=(0, 1),
-    samples=3072,
-    search_samples=1536,
-    momenta=False,
-    straggler_seconds=2.0,
+    workers=(4,), tuned_at=(4,), seeds=(0, 1), samples=3072, search_samples=1536, momenta=1, straggler_seconds=2.0
 )
 SMOKE = Plan(
-    quick=True,
     tasks=("digits",),
     methods=("asgd", "dgs"),
     workers=(2,),
@@ -75,7 +81,7 @@ SMOKE = Plan(
     seeds=(0,),
     samples=512,
     search_samples=256,
-    momenta=False,
+    momenta=1,
     straggler_seconds=0.5,
     variants=False,
 )

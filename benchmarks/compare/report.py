@@ -1,25 +1,22 @@
-"""The results written down: every run as JSON, the tables as Markdown, and into the guide page where that is asked."""
+"""The results: every run as JSON, the tables, and what they do not say."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
+from benchmarks.campaign.comparison import Comparison
+from benchmarks.campaign.methods import METHODS
+from benchmarks.campaign.tasks import TASKS
+from benchmarks.campaign.worker import LARGEST_NORM
 from benchmarks.compare import tables
-from benchmarks.compare.campaign import Campaign
-from benchmarks.compare.methods import METHODS
+from benchmarks.compare.plan import Plan
 from benchmarks.compare.results import entries, pairings
 from benchmarks.compare.straggler import Effect
-from benchmarks.compare.tasks import TASKS
-from benchmarks.compare.worker import LARGEST_NORM
-from benchmarks.harness.machine import sentences
 from benchmarks.harness.section import Table
 
 
-def figures(campaign: Campaign, effects: Sequence[Effect]) -> dict[str, Any]:
+def figures(plan: Plan, campaign: Comparison, effects: Sequence[Effect]) -> dict[str, Any]:
     """Return everything that was measured, as JSON has it."""
-    plan = campaign.plan
     return {
         "settings": asdict(plan)
         | {
@@ -31,38 +28,37 @@ def figures(campaign: Campaign, effects: Sequence[Effect]) -> dict[str, Any]:
             },
             "methods": {
                 key: {"title": METHODS[key].title, "kind": METHODS[key].kind, "momenta": METHODS[key].momenta}
-                | {"server": {count: METHODS[key].server(count) for count in plan.workers_of(METHODS[key])}}
+                | {"server": {count: METHODS[key].server(count) for count in plan.workers}}
                 for key in plan.methods
             },
         },
         "choices": [
-            {"task": task, "method": method, "tuned_at_workers": workers, **choice._asdict()}
-            for (task, method, workers), choice in campaign.choices.items()
+            {"task": task, "method": entrant.method, "tuned_at_workers": workers, **choice._asdict()}
+            for (task, workers, _, entrant), choice in campaign.choices.items()
         ],
-        "summary": [_plain(entry) for entry in entries(campaign.runs)],
-        "pairs": [_plain(pairing) for pairing in pairings(campaign.runs)],
+        "summary": [_plain(entry) for entry in entries(campaign.counted)],
+        "pairs": [_plain(pairing) for pairing in pairings(campaign.counted)],
         "slow_worker": [{**asdict(effect), "share": effect.share} for effect in effects],
         "failures": campaign.failures,
-        "runs": [run.plain() for run in campaign.runs],
+        "runs": [run.plain() for run in campaign.counted],
         "search_runs": [run.plain() for run in campaign.searched],
     }
 
 
-def all_tables(campaign: Campaign, effects: Sequence[Effect]) -> list[Table]:
-    gathered = entries(campaign.runs)
+def all_tables(campaign: Comparison, effects: Sequence[Effect]) -> list[Table]:
+    gathered = entries(campaign.counted)
     return [
         *tables.quality(gathered),
-        *tables.differences(pairings(campaign.runs)),
+        *tables.differences(pairings(campaign.counted)),
         *tables.stragglers(effects),
     ]
 
 
-def notes(campaign: Campaign) -> list[str]:
+def notes(plan: Plan, campaign: Comparison) -> list[str]:
     """Say what the tables do not."""
-    plan = campaign.plan
     seeds = ", ".join(map(str, plan.seeds))
     tuned = ", ".join(map(str, plan.tuned_at))
-    momentum = "rate and momentum" if plan.momenta else "rate"
+    momentum = "rate and momentum" if plan.momenta > 1 else "rate"
     return [
         f"Every run has {plan.samples:,} samples, shared out among its workers. Seeds {seeds}: a seed gives every "
         "method the same weights to begin with and every worker the same batches. ± is the standard deviation over "
@@ -74,32 +70,10 @@ def notes(campaign: Campaign) -> list[str]:
         "pushes and pulls of all workers; the first upload and downloads of the model are left out.",
         "Staleness counts the pushes of others between a worker's replica and its push; seconds are those of training "
         "on this machine, all processes on its cores, and say little about a cluster.",
-        *tables.verdicts(pairings(campaign.runs)),
+        *tables.verdicts(pairings(campaign.counted)),
         *(TASKS[key].source() for key in plan.tasks),
         *(f"FAILED: {failure}" for failure in campaign.failures),
     ]
-
-
-def markdown(facts: dict[str, Any], found: Sequence[Table], said: Sequence[str]) -> str:
-    lines = []
-    for table in found:
-        lines += [f"**{table.title}**", "", _line(table.columns)]
-        lines += [_line(("---", *["---:"] * (len(table.columns) - 1)))]
-        lines += [*map(_line, table.rows), ""]
-    lines += [*(f"* {note}" for note in said), *(f"* {sentence}" for sentence in sentences(facts))]
-    return "\n".join(lines) + "\n"
-
-
-def write(directory: Path, facts: dict[str, Any], measured: dict[str, Any], text: str) -> list[Path]:
-    """Write ``compare.json`` and ``compare.md``; return their paths."""
-    directory.mkdir(parents=True, exist_ok=True)
-    texts = {
-        "compare.json": json.dumps({**facts, **measured}, indent=1, ensure_ascii=False) + "\n",
-        "compare.md": f"# Methods compared\n\n{text}",
-    }
-    for name, content in texts.items():
-        (directory / name).write_text(content, encoding="utf-8")
-    return [directory / name for name in texts]
 
 
 def _plain(entry: Any) -> dict[str, Any]:
@@ -109,7 +83,3 @@ def _plain(entry: Any) -> dict[str, Any]:
         for name in entry.__slots__
         for value in (getattr(entry, name),)
     }
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"

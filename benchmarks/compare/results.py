@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from benchmarks.compare.methods import METHODS, SUBJECT
-from benchmarks.compare.search import Choice
-from benchmarks.compare.spec import Run
-from benchmarks.compare.statistics import Difference, Spread, compare, spread
-from benchmarks.compare.tasks import TASKS
+from benchmarks.campaign.methods import METHODS, SUBJECT
+from benchmarks.campaign.search import Choice
+from benchmarks.campaign.spec import Run
+from benchmarks.campaign.statistics import Difference, Spread, compare, spread
+from benchmarks.campaign.tasks import TASKS
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ in. So the few cores of the machine do not decide, and the slow worker takes not
 makes them wait.
 """
 
+import functools
 import json
 import time
 from contextlib import ExitStack
@@ -15,13 +16,12 @@ from typing import Any
 import torch
 
 import psclient
-from benchmarks.compare.campaign import Watcher
-from benchmarks.compare.ledger import Ledger
-from benchmarks.compare.methods import METHODS, Method, Setup, in_groups, in_rounds
+from benchmarks.campaign.methods import METHODS, Method, Setup, in_groups, in_rounds
+from benchmarks.campaign.processes import Child, server
+from benchmarks.campaign.runner import Runner
+from benchmarks.campaign.tasks import TASKS, loss_of
+from benchmarks.campaign.worker import CALL_SECONDS, connection_to
 from benchmarks.compare.plan import Plan
-from benchmarks.compare.processes import Child, ChildFailedError, server
-from benchmarks.compare.tasks import TASKS, loss_of
-from benchmarks.compare.worker import CALL_SECONDS, connection_to
 
 WORKERS = 4
 STEP_SECONDS = 0.05
@@ -74,31 +74,22 @@ class Effect:
         return self.beside_slow / self.alone
 
 
-def measure(plan: Plan, ledger: Ledger, watcher: Watcher, failures: list[str]) -> list[Effect]:
-    """Time every method that has a server."""
+def measure(plan: Plan, runner: Runner, *, do: bool = True) -> list[Effect]:
+    """Time every method that has a server; without ``do`` what was timed before is returned alone."""
     chosen = [METHODS[key] for key in plan.methods if METHODS[key].kind != "single"]
     chosen += _ONLY_HERE.values() if plan.variants else ()
     expected = plan.straggler_seconds + _SETTLING_SECONDS + _EXPECTED_SECONDS
-    watcher.plan(2 * expected * len(chosen))
+    runner.watcher.plan(2 * expected * len(chosen))
     effects = []
     for method in chosen:
         found = []
         for slowness in (1, SLOWNESS):
             timing = Timing(method.key, slowness, plan.straggler_seconds, plan.density)
             key = json.dumps({"straggler": asdict(timing), "server": method.server(WORKERS)}, sort_keys=True)
-            if (kept := ledger.get(key)) is not None:
-                watcher.done(expected, None)
-                found.append(float(kept["steps_per_second"]))
-                continue
             words = f"slow worker: {method.title}, {'with' if slowness > 1 else 'without'}"
-            watcher.begin(words)
-            started = time.monotonic()
-            try:
-                found.append(_time(method, timing))
-                ledger.keep(key, {"steps_per_second": found[-1]})
-            except ChildFailedError as error:
-                failures.append(f"{words}: {error}")
-            watcher.done(expected, time.monotonic() - started)
+            kept = runner.once(key, words, expected, functools.partial(_timed, method, timing) if do else None)
+            if kept is not None:
+                found.append(float(kept["steps_per_second"]))
         if len(found) == 2:
             effects.append(Effect(method.key, *found))
     return effects
@@ -107,6 +98,10 @@ def measure(plan: Plan, ledger: Ledger, watcher: Watcher, failures: list[str]) -
 def title_of(effect: Effect) -> str:
     """Return the method's name for readers."""
     return (METHODS | _ONLY_HERE)[effect.method].title
+
+
+def _timed(method: Method, timing: Timing) -> dict[str, float]:
+    return {"steps_per_second": _time(method, timing)}
 
 
 def _time(method: Method, timing: Timing) -> float:

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from benchmarks.compare.methods import METHODS, SUBJECT
+from benchmarks.campaign.methods import METHODS, SUBJECT
+from benchmarks.campaign.report import count_words, difference_words, metric_words, score_words
+from benchmarks.campaign.tasks import TASKS, Task
 from benchmarks.compare.results import Entry, Pairing
-from benchmarks.compare.statistics import Difference, Spread
 from benchmarks.compare.straggler import SLOWNESS, STEP_SECONDS, WORKERS, Effect, title_of
-from benchmarks.compare.tasks import TASKS, Task
 from benchmarks.harness.section import Table
 
 _HEADS = (
@@ -67,8 +67,7 @@ def verdicts(pairings: Sequence[Pairing]) -> list[str]:
             if pairing.workers == workers and pairing.difference.verdict == "worse"
         ]
         where = f"worse than {', '.join(worse)}" if worse else "not worse than any rival"
-        count = "one worker" if workers == 1 else f"{workers} workers"
-        said.append(f"With {count}, {subject} is {where}, by more than one paired standard error.")
+        said.append(f"With {count_words(workers)}, {subject} is {where}, by more than one paired standard error.")
     return said
 
 
@@ -108,25 +107,3 @@ def _row(task: Task, entry: Entry) -> tuple[str, ...]:
         f"{entry.p99_staleness:.0f}" if served else "–",
         f"{entry.seconds:.1f}",
     )
-
-
-def metric_words(task: Task) -> str:
-    return "test accuracy, %" if task.higher_is_better else "test loss, nats a byte"
-
-
-def score_words(task: Task, scores: Spread | None) -> str:
-    if scores is None:
-        return "–"
-    return f"{_number(task, scores.mean)} ± {_number(task, scores.deviation)}"
-
-
-def difference_words(task: Task, difference: Difference) -> str:
-    if difference.mean is None:
-        return f"diverged, {difference.verdict}"
-    sign = "+" if difference.mean >= 0 else "−"
-    error = "" if difference.error is None else f" ± {_number(task, difference.error)}"
-    return f"{sign}{_number(task, abs(difference.mean))}{error}, {difference.verdict}"
-
-
-def _number(task: Task, value: float) -> str:
-    return f"{100 * value:.2f}" if task.higher_is_better else f"{value:.3f}"

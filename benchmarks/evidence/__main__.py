@@ -1,61 +1,44 @@
 """``python -m benchmarks.evidence``: run what the journal has not yet, and report; call it again to go on."""
 
 import argparse
-import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.compare.execute import execute
-from benchmarks.compare.ledger import Ledger
-from benchmarks.compare.methods import METHODS
-from benchmarks.compare.progress import Progress
-from benchmarks.compare.tasks import TASKS
-from benchmarks.evidence import curves, fetch, report
-from benchmarks.evidence.evidence import Evidence
-from benchmarks.evidence.stages import FORMS, QUICK, SAMPLES, SMOKE, WORKERS, Entrant, Stage, full
-from benchmarks.harness import machine
-from benchmarks.report import guide
-from verify.cluster.servers import end_on_sigterm
+from benchmarks.campaign import command, fetch
+from benchmarks.campaign.comparison import Comparison, Entrant, Stage
+from benchmarks.campaign.execute import execute
+from benchmarks.campaign.ledger import Ledger
+from benchmarks.campaign.methods import METHODS
+from benchmarks.campaign.progress import Progress
+from benchmarks.campaign.tasks import TASKS
+from benchmarks.evidence import curves, report
+from benchmarks.evidence.stages import FORMS, QUICK, SAMPLES, SMOKE, WORKERS, full
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what is not done yet, and report after each stage; 0 where nothing failed."""
+    """Do what is not done yet, and report after each stage; 0 if nothing failed."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     options = parser.parse_args(given)
     if options.text is not None and not options.text.is_file():
         parser.error(f"--text: there is no file {options.text}")
-    end_on_sigterm()  # as Ctrl-C does: what was started is stopped
-    facts = machine.describe(given) | {"command": f"python -m benchmarks.evidence {shlex.join(given)}"}
     stages = _stages(options)
     if options.text is not None:
         fetch.text(options.text)
     if not options.report:
         for task in {stage.task for stage in stages}:
             TASKS[task].source()  # fetched here, once, and not in each process
-    with Progress() as progress:
-        evidence = Evidence(Ledger(options.output / "journal.jsonl"), progress, None if options.report else execute)
 
-        def write() -> None:
-            if evidence.runs:
-                text = report.markdown(facts, evidence)
-                (options.output / "evidence.md").write_text(f"# Evidence\n\n{text}", encoding="utf-8")
-                drawn = curves.draw(options.output, evidence.runs)
-                if options.page is not None:
-                    guide.into_page(options.page, text, curves.draw(options.page.parent, evidence.runs))
-                print(f"written: {options.output / 'evidence.md'} and {len(drawn)} figures", file=sys.stderr)
+    def make(ledger: Ledger, progress: Progress) -> tuple[Comparison, command.Report, Callable[[command.Tell], None]]:
+        evidence = Comparison(ledger, progress, None if options.report else execute)
+        told = command.Report(
+            lambda facts: report.markdown(facts, evidence), draw=lambda folder: curves.draw(folder, evidence.runs)
+        )
+        return evidence, told, lambda tell: evidence.run(stages, tell)
 
-        try:
-            evidence.run(stages, (lambda: None) if options.report else write)
-        except KeyboardInterrupt:
-            print("interrupted; the same command goes on from here", file=sys.stderr)
-            return 130
-    if options.report:
-        write()
-    print(report.markdown(facts, evidence))
-    return 1 if evidence.failures else 0
+    return command.run(options, given, make)
 
 
 def _stages(options: argparse.Namespace) -> list[Stage]:
@@ -71,7 +54,7 @@ def _stages(options: argparse.Namespace) -> list[Stage]:
             stage,
             entrants=chosen(stage.entrants),
             seeds=tuple(options.seeds or stage.seeds),
-            momenta=stage.momenta and not options.rates_only,
+            momenta=1 if options.rates_only else stage.momenta,
             rate=options.rate or stage.rate,
             samples=options.samples or stage.samples,
         )
@@ -84,12 +67,12 @@ def _stages(options: argparse.Namespace) -> list[Stage]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.evidence",
-        description="Does sparse both ways cost accuracy? What is in the journal is not run again.",
+    parser = command.parser(
+        "evidence",
+        "Does sparse both ways cost accuracy?",
+        "ten minutes: one small task, 4 workers, 2 seeds",
+        "seconds: whether it runs, simulated and real",
     )
-    parser.add_argument("--quick", action="store_true", help="ten minutes: one small task, 4 workers, 2 seeds")
-    parser.add_argument("--smoke", action="store_true", help="seconds: whether it runs, simulated and real")
     parser.add_argument("--only", choices=("simulated", "real"), help="one kind of runs")
     parser.add_argument("--tasks", nargs="+", choices=SAMPLES, metavar="TASK", help=", ".join(SAMPLES))
     parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD", help=", ".join(METHODS))
@@ -102,11 +85,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--samples", type=int, metavar="N", help="of all workers together, in place of the task's")
     parser.add_argument("--text", type=Path, metavar="FILE", help="a plain text in the place of the fetched English")
-    parser.add_argument("--report", action="store_true", help="report what the journal has, and run nothing")
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs/evidence"), metavar="DIR", help="default: %(default)s"
-    )
-    parser.add_argument("--page", type=guide.page, metavar="FILE", help="Markdown page to put the tables into")
     return parser
 
 

@@ -5,9 +5,9 @@ from statistics import fmean
 
 from matplotlib.figure import Figure
 
-from benchmarks.compare.figures import frame, label, save
-from benchmarks.compare.tasks import TASKS
-from benchmarks.evidence.evidence import Cell, Runs
+from benchmarks.campaign.comparison import Cell, Runs
+from benchmarks.campaign.figures import frame, label, legend, save
+from benchmarks.campaign.tasks import TASKS
 from benchmarks.evidence.report import title_of
 from benchmarks.harness.plots import style_of
 
@@ -44,6 +44,4 @@ def _figure(cell: Cell, runs: Runs) -> Figure:
     planes[0].set_xlabel(f"steps of each of {cell.workers} workers")
     planes[1].set_xlabel("MB both ways, all workers together")
     planes[1].set_xscale("log")
-    handles, labels = planes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    return figure
+    return legend(figure, planes[0], 3)

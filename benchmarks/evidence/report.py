@@ -5,21 +5,20 @@ from collections.abc import Iterable
 from statistics import fmean
 from typing import Any
 
-from benchmarks.compare.methods import METHODS
-from benchmarks.compare.report import markdown as as_markdown
-from benchmarks.compare.spec import Run
-from benchmarks.compare.statistics import spread
-from benchmarks.compare.tables import difference_words, metric_words, score_words
-from benchmarks.compare.tasks import TASKS
-from benchmarks.evidence.evidence import Cell, Evidence, Runs, difference
-from benchmarks.evidence.stages import ASGD, Entrant
+from benchmarks.campaign.comparison import ASGD, Cell, Comparison, Entrant, Runs, difference
+from benchmarks.campaign.methods import METHODS
+from benchmarks.campaign.report import count_words, difference_words, metric_words, score_words
+from benchmarks.campaign.report import markdown as as_markdown
+from benchmarks.campaign.spec import Run
+from benchmarks.campaign.statistics import spread
+from benchmarks.campaign.tasks import TASKS
 from benchmarks.harness.section import Table
 
 _MOST_SHARE = 0.04  # a budget of 3 %, and the first replies, which are exact
 _THAN = {"better": "better than", "equal": "equal to", "worse": "worse than"}
 
 
-def markdown(facts: dict[str, Any], evidence: Evidence) -> str:
+def markdown(facts: dict[str, Any], evidence: Comparison) -> str:
     """Return tables, answers, and what was run where."""
     found = [table for group in _groups(evidence.runs) for table in _tables(evidence.runs, *group)]
     return as_markdown(facts, found, [*answers(evidence.runs), *_notes(evidence)])
@@ -36,7 +35,9 @@ def answers(runs: Runs) -> list[str]:
                 verdicts.append(f"{title_of(entrant)}: {twin.verdict} ({_THAN[asgd.verdict]} dense ASGD)")
         if verdicts:
             words = "; ".join(verdicts)
-            said.append(f"{_place(cell)}, {_count(cell)}, about 3 % of the bytes, against the dense twin: {words}.")
+            said.append(
+                f"{_place(cell)}, {count_words(cell.workers)}, about 3 % of the bytes, against the dense twin: {words}."
+            )
     return said
 
 
@@ -101,8 +102,8 @@ def _parameters(task: str) -> int:
     return sum(parameter.numel() for parameter in TASKS[task].make_model().parameters())
 
 
-def _notes(evidence: Evidence) -> list[str]:
-    runs = [run for seeds in evidence.runs.values() for run in seeds.values()]
+def _notes(evidence: Comparison) -> list[str]:
+    runs = evidence.counted
     tasks = dict.fromkeys(run.spec.task for run in runs)
     given = {stage.rate for stage in evidence.stages if stage.rate is not None}
     return [
@@ -132,7 +133,7 @@ def _notes(evidence: Evidence) -> list[str]:
     ]
 
 
-def _missing(evidence: Evidence) -> list[str]:
+def _missing(evidence: Comparison) -> list[str]:
     """Say how much of what was to be run has run with every seed."""
     asked: dict[Cell, int] = {}
     done: dict[Cell, int] = {}
@@ -143,13 +144,9 @@ def _missing(evidence: Evidence) -> list[str]:
     words: dict[str, list[str]] = {}
     for cell, rows in sorted(asked.items()):
         if done[cell] < rows:
-            words.setdefault(_place(cell), []).append(f"{done[cell]} of {rows} with {_count(cell)}")
+            words.setdefault(_place(cell), []).append(f"{done[cell]} of {rows} with {count_words(cell.workers)}")
     return [f"Rows that have run with every seed: {place}: {', '.join(counts)}." for place, counts in words.items()]
 
 
 def _place(cell: Cell) -> str:
     return f"{TASKS[cell.task].title}, {'simulated' if cell.simulated else 'real'}"
-
-
-def _count(cell: Cell) -> str:
-    return "one worker" if cell.workers == 1 else f"{cell.workers} workers"

@@ -1,11 +1,10 @@
 """What is run, in the order in which it answers the main question: does sparse both ways cost accuracy?"""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
-from benchmarks.compare.spec import Form
-from benchmarks.compare.tasks import TASKS
+from benchmarks.campaign.comparison import ASGD, Entrant, Stage
+from benchmarks.campaign.spec import Form
 
 FORMS = {
     "dense": Form(1.0, replies="exact"),
@@ -15,23 +14,6 @@ FORMS = {
     "9 % in 4 bits, exact": Form(0.09, values="int4", replies="exact"),
 }
 """How a method is run: the fourth is the budget of bytes each way, the fifth about the same push with exact replies."""
-
-
-class Entrant(NamedTuple):
-    """A method, and the name of its form."""
-
-    method: str
-    form: str
-
-    @property
-    def twin(self) -> "Entrant | None":
-        """The same method without sparseness; none for a dense one."""
-        return None if self.form == "dense" else Entrant(_TWINS.get(self.method, self.method), "dense")
-
-
-_AHEAD = ("dgs_ahead", "dgc_ahead", "dropping_ahead")
-_TWINS = dict.fromkeys(("dgs", "dgc", "gradient_dropping", *_AHEAD), "asgd") | {"outer_sparse": "outer"}
-ASGD = Entrant("asgd", "dense")
 
 
 def _entrants(method: str, *forms: str) -> tuple[Entrant, ...]:
@@ -44,6 +26,7 @@ MAIN = (
     *_entrants("dgs", "3 % of bytes"),
     *(Entrant(method, "1 %") for method in ("rmsprop", "gradient_dropping", "dgs")),
 )
+_AHEAD = ("dgs_ahead", "dgc_ahead", "dropping_ahead")
 OTHERS = (
     *(Entrant(method, form) for method in _AHEAD for form in ("3 % of bytes", "1 %")),
     *_entrants("dgc", "3 % of bytes", "1 %"),
@@ -64,35 +47,13 @@ Adam of torch changes every parameter at each push, so an exact reply to it is t
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """Some methods on one task with one number of workers.
+POINTS = 8
 
-    Attributes:
-        samples: of all workers together.
-        simulated: see :class:`~benchmarks.compare.spec.Spec`.
-        momenta: search the momentum too, not the rate alone.
-        rate: effective learning rate of all runs; ``None`` to search one for each.
-    """
 
-    task: str
-    workers: int
-    entrants: tuple[Entrant, ...]
-    samples: int
-    simulated: bool
-    momenta: bool = True
-    seeds: tuple[int, ...] = (0, 1, 2)
-    rate: float | None = None
-
-    @property
-    def pace(self) -> float:
-        """A worker's step lasts as long as the machine needs for a step of every worker; one alone waits for none."""
-        task = TASKS[self.task]
-        return (
-            0.0
-            if self.simulated or self.workers == 1
-            else self.workers * task.batch_size * task.expected_seconds / 1000
-        )
+def _stage(
+    task: str, workers: int, entrants: tuple[Entrant, ...], samples: int, simulated: bool, **other: Any
+) -> Stage:
+    return Stage(task, workers, entrants, FORMS, samples, simulated, points=POINTS, **other)
 
 
 WORKERS = (8, 4, 16, 1)
@@ -101,12 +62,14 @@ SAMPLES = {"text-tiny": 8192, "fashion-tiny": 55_000, "text": 81_920, "fashion":
 """The two long ones: 20 passes over Fashion-MNIST, and 10,240 pushes."""
 
 QUICK = (
-    Stage("text-tiny", 4, _FIRST, 4096, simulated=True, momenta=False, seeds=(0, 1)),
-    Stage("text-tiny", 4, _FIRST[:3], 4096, simulated=False, momenta=False, seeds=(0, 1)),
+    _stage("text-tiny", 4, _FIRST, 4096, simulated=True, momenta=1, seeds=(0, 1)),
+    _stage("text-tiny", 4, _FIRST[:3], 4096, simulated=False, momenta=1, seeds=(0, 1)),
 )
 
 SMOKE = tuple(
-    Stage("text-tiny", 2, (ASGD, *_entrants("rmsprop", "3 % of bytes")), 256, simulated, False, seeds=(0,), rate=0.125)
+    _stage(
+        "text-tiny", 2, (ASGD, *_entrants("rmsprop", "3 % of bytes")), 256, simulated, momenta=1, seeds=(0,), rate=0.125
+    )
     for simulated in (True, False)
 )
 
@@ -123,4 +86,11 @@ def full() -> Iterator[Stage]:
         ):
             for workers in WORKERS:
                 alone = _entrants("sgd", "dense") if workers == 1 and entrants is MAIN else ()
-                yield Stage(task, workers, (*alone, *entrants), SAMPLES[task], simulated, momenta=task.endswith("tiny"))
+                yield _stage(
+                    task,
+                    workers,
+                    (*alone, *entrants),
+                    SAMPLES[task],
+                    simulated,
+                    momenta=2 if task.endswith("tiny") else 1,
+                )

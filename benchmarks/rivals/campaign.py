@@ -1,18 +1,17 @@
 """Tuning without a network, then each cell: seconds until the model is as good as the target says."""
 
 import math
-import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import pairwise
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from benchmarks.compare.campaign import Watcher
-from benchmarks.compare.ledger import Ledger
-from benchmarks.compare.processes import ChildFailedError
-from benchmarks.compare.search import search
-from benchmarks.compare.tasks import TASKS
+from benchmarks.campaign.ledger import Ledger
+from benchmarks.campaign.runner import Runner, Watcher
+from benchmarks.campaign.search import search
+from benchmarks.campaign.tasks import TASKS
 from benchmarks.network.lab import Lab
 from benchmarks.rivals.cells import (
     ABSENT_SECONDS,
@@ -28,7 +27,6 @@ from benchmarks.rivals.cells import (
 )
 from benchmarks.rivals.contenders import CONTENDERS, DENSE_STEPS, INNERS, PERIOD, Contender
 from benchmarks.rivals.worker import Job, Told
-from psclient.errors import SparsepsError
 
 _SEARCH_SEED, _SEED = 100, 0
 _TIMED_STEPS = DENSE_STEPS + 2 * PERIOD
@@ -53,7 +51,7 @@ class Measured(NamedTuple):
     down: float
 
 
-class Campaign:
+class Campaign(Runner):
     """All contenders in some cells.
 
     Attributes:
@@ -61,19 +59,18 @@ class Campaign:
         finals: test loss at the end without a network, by number of workers and key.
         chosen: optimizer and effective rate, likewise.
         unhindered: seconds of a step of DDP at the pace and without a network, by number of workers.
-        failures: what went wrong, in words; a further call tries it again.
     """
 
     def __init__(
         self, ledger: Ledger, watcher: Watcher, samples: int, do: Train | None = train, smoke: bool = False
     ) -> None:
+        super().__init__(ledger, watcher)
         self.measured: dict[tuple[Cell, str], Measured] = {}
         self.finals: dict[tuple[int, str], float] = {}
         self.chosen: dict[tuple[int, str], tuple[str, float]] = {}
         self.unhindered: dict[int, float] = {}
-        self.failures: list[str] = []
         self.samples, self._smoke = samples, smoke
-        self._ledger, self._watcher, self._do = ledger, watcher, do
+        self._do = do
 
     def run(self, cells: Sequence[Cell], after: Callable[[], None] = lambda: None) -> None:
         """Do everything, a cell at a time; ``after`` each one its results are there."""
@@ -87,12 +84,12 @@ class Campaign:
         if not rate:
             return
         job = job_of(contender.key, inner, rate, cell.workers, _SEED, self.samples)
-        alone = self._once(job, None)
+        alone = self._train(job, None)
         if alone is None:
             return
         self.finals[cell.workers, contender.key] = alone[0].final
         paced = self._in_cell(job, cell, contender)
-        if paced is None or (told := self._once(paced, cell)) is None:
+        if paced is None or (told := self._train(paced, cell)) is None:
             return
         trains = bool(contender.method or paced.lost_at)
         first = 0 if trains else DENSE_STEPS
@@ -122,7 +119,7 @@ class Campaign:
                 return None if found is None else replace(paced, back_at=_back_at(paced, found.step_seconds))
         elif is_rival:
             paced = replace(paced, steps=min(paced.steps, _TIMED_STEPS))
-            if contender.key == "ddp" and (free := self._once(replace(paced, slowness=1.0), None)):
+            if contender.key == "ddp" and (free := self._train(replace(paced, slowness=1.0), None)):
                 self.unhindered[cell.workers] = _usual_seconds(free[0].moments)
         return paced
 
@@ -147,35 +144,25 @@ class Campaign:
 
         def trial(rate: float, momentum: float) -> float | None:
             job = job_of(contender.key, inner, rate, workers, _SEARCH_SEED, self.samples)
-            told = self._once(replace(job, validation=True), None)
+            told = self._train(replace(job, validation=True), None)
             found[rate] = math.inf if told is None or math.isnan(told[0].final) else told[0].final
             return found[rate]
 
         rate = search(trial, TASKS[TASK].rates, (0.0,)).rate
         return found[rate], rate
 
-    def _once(self, job: Job, cell: Cell | None) -> list[Told] | None:
-        """Do a run, or take it from the ledger; ``None`` where it failed, or nothing is to be run."""
-        key = f"{asdict(job)} {cell}"
-        kept = self._ledger.get(key)
-        if kept is None and self._do is not None:
-            where = f"{cell.words}, {cell.workers} workers" if cell else f"{job.workers} workers without a network"
-            what = f"{where}: {CONTENDERS[job.contender].title}, {job.inner or 'rate'} {job.rate:g}"
-            self._watcher.begin(what)
-            started = time.monotonic()
-            try:
-                if cell is None:
-                    told = self._do(job, None)
-                else:
-                    with cell.network() as network:
-                        told = self._do(job, network)
-            except (ChildFailedError, SparsepsError) as error:
-                self.failures.append(f"{what}: {error}")
-                return None
-            finally:
-                self._watcher.done(0.0, time.monotonic() - started)
-            kept = {"told": [asdict(each) for each in told]}
-            self._ledger.keep(key, kept)
+    def _train(self, job: Job, cell: Cell | None) -> list[Told] | None:
+        """Do a run, or take it from the ledger; ``None`` if it failed, or nothing is to be run."""
+        do = self._do
+
+        def train() -> dict[str, Any]:
+            assert do is not None
+            with nullcontext() if cell is None else cell.network() as network:
+                return {"told": [asdict(each) for each in do(job, network)]}
+
+        place = f"{cell.words}, {cell.workers} workers" if cell else f"{job.workers} workers without a network"
+        words = f"{place}: {CONTENDERS[job.contender].title}, {job.inner or 'rate'} {job.rate:g}"
+        kept = self.once(f"{asdict(job)} {cell}", words, 0.0, None if do is None else train)
         return None if kept is None else [Told(**each) for each in kept["told"]]
 
 

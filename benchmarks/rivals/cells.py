@@ -7,9 +7,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from benchmarks.compare.methods import METHODS
-from benchmarks.compare.processes import Child, server
-from benchmarks.compare.tasks import TASKS
+from benchmarks.campaign.methods import METHODS
+from benchmarks.campaign.processes import Child, server
+from benchmarks.campaign.tasks import TASKS
 from benchmarks.network.lab import Lab
 from benchmarks.network.longline import LongLine
 from benchmarks.rivals.contenders import CONTENDERS

@@ -48,7 +48,7 @@ class Contender:
     Attributes:
         key: its name in the journal.
         title: its name for readers.
-        method: key of :data:`~benchmarks.compare.methods.METHODS`; empty for a rival.
+        method: key of :data:`~benchmarks.campaign.methods.METHODS`; empty for a rival.
         options: further keywords of the method's optimizer.
         hook: makes DDP's hook and its state, from the number of first steps that are sent whole; ``None`` for whole
             gradients in fp32; unused where there is a method.

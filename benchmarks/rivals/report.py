@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from benchmarks.compare.report import markdown as as_markdown
+from benchmarks.campaign.report import markdown as as_markdown
 from benchmarks.harness.section import Table
 from benchmarks.rivals.campaign import Campaign, best, mean_bytes, time_to
 from benchmarks.rivals.cells import ABSENT_SECONDS, PACES, SLOWNESS, TASK, Cell

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.compare.worker import clip, decay
+from benchmarks.campaign.worker import clip, decay
 from benchmarks.network.lab import enter
 from benchmarks.rivals.contenders import CONTENDERS, DENSE_STEPS, INNERS, LEAST_DENSE_STEPS, PERIOD, Hook
 from benchmarks.rivals.worker import Job, Loop

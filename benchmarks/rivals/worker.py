@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 import psclient
-from benchmarks.compare.methods import METHODS, Setup
-from benchmarks.compare.spec import Form
-from benchmarks.compare.tasks import TASKS, loss_of
-from benchmarks.compare.worker import clip, connection_to, decay
+from benchmarks.campaign.methods import METHODS, Setup
+from benchmarks.campaign.spec import Form
+from benchmarks.campaign.tasks import TASKS, loss_of
+from benchmarks.campaign.worker import clip, connection_to, decay
 from benchmarks.network.lab import enter
 from benchmarks.rivals.contenders import CONTENDERS, PERIOD
 from psclient.optim.base import ParameterServerOptimizer

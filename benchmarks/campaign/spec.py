@@ -4,8 +4,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from benchmarks.compare.methods import METHODS
-from benchmarks.compare.tasks import TASKS
+from benchmarks.campaign.methods import METHODS
+from benchmarks.campaign.tasks import TASKS
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.compare.ledger import Ledger
+from benchmarks.campaign.ledger import Ledger
 from benchmarks.harness import machine
 from benchmarks.network import lab
 from benchmarks.rivals import __main__ as rivals
@@ -16,7 +16,7 @@ from benchmarks.rivals.cells import Cell, cells, job_of, train
 from benchmarks.rivals.contenders import CONTENDERS, DENSE_STEPS
 from benchmarks.rivals.synchronous import batches_before
 from benchmarks.rivals.worker import Told
-from tests.benchmarks.compare.compare_makers import Silent
+from tests.benchmarks.campaign.campaign_makers import Silent
 
 pytestmark = pytest.mark.timeout(400)  # the first run of a machine compiles all loops before it forks
 

@@ -6,24 +6,24 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.compare import processes, tasks
-from benchmarks.compare.execute import execute, most_seconds
-from benchmarks.compare.ledger import Ledger
-from benchmarks.compare.methods import METHODS
-from benchmarks.compare.spec import Spec
+from benchmarks.campaign import fashion, fetch, processes, tasks, text
+from benchmarks.campaign.comparison import ASGD, Comparison, Entrant, Stage
+from benchmarks.campaign.execute import execute, most_seconds
+from benchmarks.campaign.ledger import Ledger
+from benchmarks.campaign.methods import METHODS
+from benchmarks.campaign.spec import Spec
 from benchmarks.evidence import __main__ as program
-from benchmarks.evidence import curves, fashion, fetch, report, text
-from benchmarks.evidence.evidence import Evidence
-from benchmarks.evidence.stages import ASGD, FORMS, MAIN, QUICK, Entrant, Stage, full
+from benchmarks.evidence import curves, report
+from benchmarks.evidence.stages import FORMS, MAIN, POINTS, QUICK, full
 from benchmarks.harness import machine
-from tests.benchmarks.compare.compare_makers import Silent, outcome, serve_while_time_jumps
+from tests.benchmarks.campaign.campaign_makers import Silent, outcome, serve_while_time_jumps
 
 pytestmark = pytest.mark.timeout(400)  # the first run of a machine compiles all loops before it forks
 
 BUDGET = Entrant("rmsprop", "3 % of bytes")
 DROPPING = Entrant("gradient_dropping", "1 %")
-SIMULATED = Stage("text-tiny", 4, (ASGD, BUDGET.twin, BUDGET, DROPPING), 256, simulated=True)
-REAL = Stage("text-tiny", 4, (ASGD, BUDGET.twin, BUDGET, DROPPING), 256, simulated=False)
+SIMULATED = Stage("text-tiny", 4, (ASGD, BUDGET.twin, BUDGET, DROPPING), FORMS, 256, True, points=POINTS)
+REAL = Stage("text-tiny", 4, (ASGD, BUDGET.twin, BUDGET, DROPPING), FORMS, 256, False, points=POINTS)
 
 
 def losses(spec):
@@ -40,7 +40,7 @@ def losses(spec):
 
 
 def evidence(path, stages, do=losses):
-    found = Evidence(Ledger(path), Silent(), do)
+    found = Comparison(Ledger(path), Silent(), do)
     found.run(stages)
     return found
 

@@ -7,8 +7,8 @@ pass is run: both would be lost, or lame, in a fork.
 import torch
 
 import psservice.app.server  # noqa: F401  (is here for its imports, as is the one below)
-from benchmarks.compare import worker  # noqa: F401
-from benchmarks.compare.tasks import TASKS
+from benchmarks.campaign import worker  # noqa: F401
+from benchmarks.campaign.tasks import TASKS
 from psclient.compress.choice import Choice
 from psclient.compress.compressor import Compressor
 from psclient.compress.grouping import Grouping

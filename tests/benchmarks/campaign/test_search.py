@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from benchmarks.compare.search import RATE_FACTOR, search
+from benchmarks.campaign.search import RATE_FACTOR, search
 
 
 class Trials:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from benchmarks.compare import language
-from benchmarks.evidence import fetch
+from benchmarks.campaign import fetch, language
 
 WINDOW_BYTES = 64
 _BLOCK_BYTES = 1 << 16

@@ -2,15 +2,14 @@
 
 import itertools
 
-from benchmarks.compare import processes
-from benchmarks.compare.campaign import Campaign
-from benchmarks.compare.ledger import Ledger
+from benchmarks.campaign import processes
+from benchmarks.campaign.comparison import Cell, Comparison, Entrant
+from benchmarks.campaign.ledger import Ledger
+from benchmarks.campaign.spec import Form, Outcome, Run, Spec
 from benchmarks.compare.plan import Plan
-from benchmarks.compare.spec import Form, Outcome, Run, Spec
 from psservice.storage.environment import MACHINE
 
 SMALL = Plan(
-    quick=True,
     tasks=("digits",),
     methods=("sgd", "dgs", "asgd"),
     workers=(2, 4),
@@ -47,8 +46,16 @@ def run(method="dgs", workers=4, seed=0, task="digits", **results):
     return Run(Spec(task, method, workers, seed, 640, 0.3, 0.6, Form(0.01)), outcome(**results))
 
 
-def campaign(path, do, plan=SMALL):
-    return Campaign(plan, Ledger(path), Silent(), do)
+def comparison(path, do):
+    return Comparison(Ledger(path), Silent(), do)
+
+
+def keep(made, *runs):
+    """Put runs into a comparison as if it had done them."""
+    for each in runs:
+        spec = each.spec
+        place = Cell(spec.task, spec.simulated, spec.workers), Entrant(spec.method, "")
+        made.runs.setdefault(place, {})[spec.seed] = each
 
 
 def serve_while_time_jumps(*arguments):

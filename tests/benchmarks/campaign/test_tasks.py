@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from benchmarks.compare.methods import METHODS
-from benchmarks.compare.spec import Form, Spec
-from benchmarks.compare.tasks import TASKS
+from benchmarks.campaign.methods import METHODS
+from benchmarks.campaign.spec import Form, Spec
+from benchmarks.campaign.tasks import TASKS
 from psservice.settings import ServerSettings
 
 

@@ -6,12 +6,12 @@ from contextlib import ExitStack
 import torch
 
 import psclient
-from benchmarks.compare import worker
-from benchmarks.compare.methods import METHODS
-from benchmarks.compare.processes import Child, server
-from benchmarks.compare.spec import Outcome, Spec
-from benchmarks.compare.tasks import TASKS
-from benchmarks.compare.worker import Told
+from benchmarks.campaign import worker
+from benchmarks.campaign.methods import METHODS
+from benchmarks.campaign.processes import Child, server
+from benchmarks.campaign.spec import Outcome, Spec
+from benchmarks.campaign.tasks import TASKS
+from benchmarks.campaign.worker import Told
 from pscore.units import LONGEST_SECONDS
 
 _START_SECONDS, _STEP_SECONDS = 120.0, 0.1

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from benchmarks.compare.ledger import Ledger
+from benchmarks.campaign.comparison import SEARCH_SEED
+from benchmarks.campaign.ledger import Ledger
 from benchmarks.harness.children import ChildFailedError
-from tests.benchmarks.compare.compare_makers import SMALL, campaign, outcome
+from tests.benchmarks.campaign.campaign_makers import SMALL, comparison, outcome
 
 
 class Workshop:
@@ -26,25 +27,25 @@ class Workshop:
 
 def test_every_method_gets_the_same_seeds_and_samples(tmp_path):
     shop = Workshop()
-    work = campaign(tmp_path / "runs.jsonl", shop)
-    work.run()
+    work = comparison(tmp_path / "runs.jsonl", shop)
+    work.run(SMALL.stages())
     finals = {}
-    for run in work.runs:
+    for run in work.counted:
         assert not run.spec.validation
         finals.setdefault((run.spec.method, run.spec.workers), []).append((run.spec.seed, run.spec.samples))
     assert finals == {
         key: [(0, 640), (1, 640)] for key in [("sgd", 1), ("dgs", 2), ("dgs", 4), ("asgd", 2), ("asgd", 4)]
     }
-    assert {run.spec.seed for run in work.searched} == {SMALL.search_seed}
+    assert {run.spec.seed for run in work.searched} == {SEARCH_SEED}
     assert all(run.spec.validation for run in work.searched)
     trials = [run.spec.method for run in work.searched]
     assert trials.count("dgs") == trials.count("asgd") == trials.count("sgd") == 5
-    assert {run.spec.rate for run in work.runs} == {0.2}
+    assert {run.spec.rate for run in work.counted} == {0.2}
 
 
 def test_settings_come_from_the_next_number_of_workers_that_was_tuned(tmp_path):
-    work = campaign(tmp_path / "runs.jsonl", Workshop())
-    work.run()
+    work = comparison(tmp_path / "runs.jsonl", Workshop())
+    work.run(SMALL.stages())
     assert {run.spec.workers for run in work.searched if run.spec.method == "dgs"} == {4}
     assert {run.spec.workers for run in work.searched if run.spec.method == "sgd"} == {1}
 
@@ -52,38 +53,38 @@ def test_settings_come_from_the_next_number_of_workers_that_was_tuned(tmp_path):
 def test_an_interrupted_comparison_goes_on(tmp_path):
     path = tmp_path / "runs.jsonl"
     whole = Workshop()
-    campaign(tmp_path / "other.jsonl", whole).run()
+    comparison(tmp_path / "other.jsonl", whole).run(SMALL.stages())
     first = Workshop(broken_at=9)
     with pytest.raises(KeyboardInterrupt):
-        campaign(path, first).run()
+        comparison(path, first).run(SMALL.stages())
     second = Workshop()
-    work = campaign(path, second)
-    work.run()
+    work = comparison(path, second)
+    work.run(SMALL.stages())
     assert first.done + second.done == whole.done
-    assert len(work.runs) == 10
+    assert len(work.counted) == 10
     third = Workshop()
-    campaign(path, third).run()
+    comparison(path, third).run(SMALL.stages())
     assert third.done == []
 
 
 def test_a_failure_is_told_and_tried_again(tmp_path):
     path = tmp_path / "runs.jsonl"
-    work = campaign(path, Workshop(broken_at=18, error=ChildFailedError("worker 1 did not answer")))
-    work.run()
-    assert len(work.runs) == 9
+    work = comparison(path, Workshop(broken_at=18, error=ChildFailedError("worker 1 did not answer")))
+    work.run(SMALL.stages())
+    assert len(work.counted) == 9
     assert len(work.failures) == 1
     assert work.failures[0].endswith("worker 1 did not answer")
     again = Workshop()
-    work = campaign(path, again)
-    work.run()
+    work = comparison(path, again)
+    work.run(SMALL.stages())
     assert len(again.done) == 1
-    assert (len(work.runs), work.failures) == (10, [])
+    assert (len(work.counted), work.failures) == (10, [])
 
 
 def test_all_work_that_is_expected_is_accounted_for(tmp_path):
-    work = campaign(tmp_path / "runs.jsonl", Workshop())
-    work.run()
-    assert work._watcher.over == pytest.approx(work._watcher.planned)
+    work = comparison(tmp_path / "runs.jsonl", Workshop())
+    work.run(SMALL.stages())
+    assert work.watcher.over == pytest.approx(work.watcher.planned)
 
 
 def test_a_line_that_was_cut_off_is_dropped(tmp_path):

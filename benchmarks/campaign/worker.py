@@ -14,9 +14,9 @@ import numpy.typing
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from benchmarks.compare.methods import METHODS, Setup
-from benchmarks.compare.spec import Spec
-from benchmarks.compare.tasks import TASKS, loss_of
+from benchmarks.campaign.methods import METHODS, Setup
+from benchmarks.campaign.spec import Spec
+from benchmarks.campaign.tasks import TASKS, loss_of
 from psclient import settings as client_settings
 from psclient.errors import NonFiniteGradientError
 from psclient.optim.base import ParameterServerOptimizer

@@ -2,9 +2,9 @@
 
 import pytest
 
-from benchmarks.compare.execute import execute
-from benchmarks.compare.spec import Form, Spec
-from benchmarks.compare.worker import decay
+from benchmarks.campaign.execute import execute
+from benchmarks.campaign.spec import Form, Spec
+from benchmarks.campaign.worker import decay
 
 pytestmark = pytest.mark.timeout(400)  # the first run of a machine compiles all loops before it forks
 

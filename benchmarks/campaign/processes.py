@@ -16,7 +16,7 @@ from benchmarks.harness.children import Child, ChildFailedError
 from benchmarks.network import lab
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["benchmarks.compare.preload"])
+_CONTEXT.set_forkserver_preload(["benchmarks.campaign.preload"])
 _START_SECONDS, _STOP_SECONDS = 120.0, 30.0
 
 __all__ = ["Child", "ChildFailedError", "server"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from benchmarks.evidence import fetch
+from benchmarks.campaign import fetch
 
 _TEST, _VALIDATION = 1000, 500  # images of each class
 _PAD = 2

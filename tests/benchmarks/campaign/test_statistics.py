@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from benchmarks.compare.statistics import compare, spread
+from benchmarks.campaign.statistics import compare, spread
 
 
 def test_spread():

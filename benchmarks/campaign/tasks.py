@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from benchmarks.compare import digits, language
-from benchmarks.evidence import fashion, text
+from benchmarks.campaign import digits, fashion, language, text
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 _TOGETHER = 512  # samples that are measured together
