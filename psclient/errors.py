@@ -273,8 +273,8 @@ class AccessError(SparsepsError, PermissionError):
 class EvictedError(SparsepsError, PermissionError):
     """An operator has evicted this worker and keeps it out for a time (`psservice evict --ban-seconds`).
 
-    Nothing is lost or counted twice: a push that is under way stays in doubt, and the first ``step()`` after that time
-    ends the doubt. The optimizer stays usable.
+    Nothing is lost or counted twice: a push that is under way stays unacknowledged, and the first ``step()`` after
+    that time sends it again. The optimizer stays usable.
 
     Attributes:
         seconds: until the worker may come back.
@@ -301,8 +301,8 @@ class NodeBrokenError(SparsepsError, ConnectionError):
 class Transient(Exception):  # noqa: N818 - never leaves the library: it is answered with another attempt
     """A call failed in a way that trying again may mend.
 
-    ``retry_seconds`` and ``reason`` are the server's, where there are any. ``lost``: the server may be at another
-    address now. ``advice`` says what to change, where the two cannot speak.
+    ``retry_seconds`` and ``reason`` are the server's, if there are any. ``lost``: the server may be at another
+    address now. ``advice`` says what to change, if the two cannot speak.
     """
 
     def __init__(
@@ -382,7 +382,7 @@ _UNNAMED = re.compile(r"parameter_\d+")
 
 _NAME_ANEW = (
     "give each worker its own name (worker= or PSCLIENT_WORKER), or stop the other one. Without a name, a worker's is "
-    "its place in its job, such as rank-0; where two jobs train at one server, name those of one of them: "
+    "its place in its job, such as rank-0; if two jobs train at one server, name those of one of them: "
     'worker=f"second-{psclient.worker_index()}"'
 )
 

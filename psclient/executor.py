@@ -25,8 +25,8 @@ class Job(Generic[Result]):
     Not a :class:`concurrent.futures.Future`: an exception that a signal raises inside its ``Condition`` leaves that
     locked for ever. Here the waiting thread owns no lock at any moment.
 
-    The work has the tracing context of the thread that makes the job. ``cancelled`` is set by a caller who no longer
-    waits, for a job and its parts: work that has not begun is left out.
+    The work has the tracing context of the thread that makes the job. A caller that stops waiting sets
+    ``cancelled``; the job and its parts are then skipped if they have not begun.
     """
 
     def __init__(self, work: Callable[[], Result], parent: "Job[Any] | None" = None) -> None:
@@ -125,7 +125,7 @@ class SerialExecutor:
     ) -> Result:
         """Run a job after those before it and wait for it; in the thread itself, run it at once.
 
-        Where the wait ends early, by a signal's exception or by :class:`TimeoutError` after ``seconds``, this job is
+        If the wait ends early, by a signal's exception or by :class:`TimeoutError` after ``seconds``, this job is
         cancelled, and the job that it may still wait for. ``cancel_calls`` ends their calls to servers; the wait then
         goes on until the job has ended, for two seconds at most.
         """

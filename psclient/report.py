@@ -20,7 +20,7 @@ class StepReport:
     Attributes:
         step: the worker's step.
         version: the coordinator's version afterwards.
-        staleness: pushes of others between the replica and this push, on the stalest shard; with overlap, known when
+        staleness: pushes of others between the replica and this push, on the worst shard; with overlap, known when
             the next step ends.
         applied_scale: what the server has multiplied the push by, because of its staleness or this worker's speed; the
             least over the shards; with overlap, known when the next step ends.

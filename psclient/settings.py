@@ -60,7 +60,7 @@ class ClientSettings(LayeredSettings):
     tls_ca: Path | None = setting(None, "CA certificates (PEM) that the server's must descend from; turns on TLS")
     tls_cert: Path | None = setting(None, "this worker's certificate (PEM), for mutual TLS")
     tls_key: Path | None = setting(None, "its key (PEM)")
-    tls_server_name: str = setting("", "name in the server's certificate, where the address has another")
+    tls_server_name: str = setting("", "name in the server's certificate, if the address has another")
     token: SecretStr = setting(SecretStr(""), "bearer token; better a file, or the environment")
     token_file: Path | None = setting(None, "file that holds the bearer token; read again when it changes")
     deadline_seconds: float = setting(
@@ -83,8 +83,8 @@ class ClientSettings(LayeredSettings):
     select_over: Literal["tensor", "group"] = setting("tensor", "select from each tensor, or from each merged group")
     dense_below: int = setting(
         DEFAULT_DENSE_BELOW,
-        "tensors with fewer elements are pushed whole; if they are more than 65,536 elements together and a twentieth "
-        "of the model, only smaller ones; 0: none",
+        "tensors smaller than this are sent dense; if they add up to more than 65,536 elements and a twentieth of the "
+        "model, the limit is lowered automatically; 0: none",
         ge=0,
     )
     merge: Literal["buckets", "mgs"] = setting(
@@ -184,7 +184,7 @@ def worker_name(settings: ClientSettings, environment: Mapping[str, str] = os.en
 def place_in_job(environment: Mapping[str, str]) -> PlaceInJob | None:
     """Return this process's place in a job of Kubernetes, Slurm, torchrun or Ray Train; ``None`` outside of one.
 
-    Where ``LOCAL_WORLD_SIZE`` says that a launcher has started several processes on a node, they share the index that
+    If ``LOCAL_WORLD_SIZE`` says that a launcher has started several processes on a node, they share the index that
     Kubernetes or Slurm has given the node, and their ranks tell them apart. The ranks are those of all nodes, unless
     each node has a ``torchrun`` of its own.
     """
@@ -205,10 +205,10 @@ def worker_index(worker: str | None = None) -> int:
     """Return this worker's number, for seeds and for its part of the data: the same after a restart.
 
     It is the number at the end of its name (``trainer-3`` has 3), else its place in the job of Kubernetes, Slurm,
-    torchrun or Ray Train. A process without either is 0 where ``PSCLIENT_SERVER`` names no server.
+    torchrun or Ray Train. A process without either is 0 if ``PSCLIENT_SERVER`` names no server.
 
     Args:
-        worker: its name, where the optimizer is given one as ``worker=``; the default is ``PSCLIENT_WORKER``.
+        worker: its name, if the optimizer is given one as ``worker=``; the default is ``PSCLIENT_WORKER``.
 
     Raises:
         ConfigurationError: there is a server, and nothing tells its workers apart; or a setting cannot be used.

@@ -200,7 +200,7 @@ class Compressor:
                         tensor[offsets[~good].to(tensor.device)] = 0
                     else:  # a threshold, which may be infinite too: selection begins anew
                         del state[key]
-            self.memories.of("residual", position)  # also where nothing of the tensor comes back
+            self.memories.of("residual", position)  # also if nothing of the tensor comes back
             self.restore([SparseSlice(piece.span, offsets[good], piece.values[good])])
         return name
 
@@ -252,7 +252,7 @@ class Compressor:
                 self._restore_by_tensor(each, self._on_kernels)
 
     def _restore_at_once(self, lost: SparseSlice) -> None:
-        """Restore a slice of the host where residuals are in one array, or are written to by kernels."""
+        """Restore a slice of the host if residuals are in one array, or are written to by kernels."""
         touched, (start, end) = self._model.layout.positions(lost.span), (lost.span.start, lost.span.end)
         if not touched:
             return

@@ -22,11 +22,11 @@ class Gradients(dict[int, torch.Tensor]):
     Attributes:
         positions: int64 ``[m]``.
         sizes: int64 ``[m]``, elements.
-        addresses: int64 ``[m]``; 0 where no loop can read the tensor: not contiguous, another dtype, negated by torch's
+        addresses: int64 ``[m]``; 0 if no loop can read the tensor: not contiguous, another dtype, negated by torch's
             mark only.
         on_host: bool ``[m]``.
         kinds: int8 ``[m]``, as in :data:`~pscore.selection.host.segments.KINDS`; -1 for another dtype.
-        unsound: int32 on a device, not 0 where some norm is not finite; ``None`` where all gradients are known to be.
+        unsound: int32 on a device, not 0 if some norm is not finite; ``None`` if all gradients are known to be.
     """
 
     positions: Integers

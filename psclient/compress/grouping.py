@@ -25,7 +25,7 @@ class Grouping:
 
     Attributes:
         groups: in the order of sending; may be replaced between two pushes.
-        densities: of single tensors, by position, where these have another than their param group.
+        densities: of single tensors, by position, if these have another than their param group.
     """
 
     def __init__(self, layout: ModelLayout, bucket_bytes: int) -> None:

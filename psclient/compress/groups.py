@@ -65,8 +65,8 @@ class Rates(NamedTuple):
     """Learning rates of one push.
 
     Attributes:
-        carried: that the pushed values carry; 1 where they are gradients.
-        of_groups: at which the server's optimizer is to step each param group; empty where it has its own.
+        carried: that the pushed values carry; 1 if they are gradients.
+        of_groups: at which the server's optimizer is to step each param group; empty if it has its own.
     """
 
     carried: float
@@ -147,7 +147,7 @@ class ParamGroups:
         return all(group["density"] >= 1 for group in self._values)
 
     def warn_of_momentum(self, workers: int) -> None:
-        """Warn, once, where the momentum of several workers is above that of the DGS paper's runs.
+        """Warn, once, if the momentum of several workers is above that of the DGS paper's runs.
 
         Asynchrony adds momentum of its own (Mitliagkas et al., 2016).
         """

@@ -37,7 +37,7 @@ class Memories:
         return self.states[self._parameters[position]]
 
     def flat(self, name: str) -> NDArray[np.float32]:
-        """Return all memories of this name, fp32 ``[n]``; a place is meaningful where a host parameter has one."""
+        """Return all memories of this name, fp32 ``[n]``; a place is meaningful if a host parameter has one."""
         if name not in self._flat:
             # Of pages that the system zeroes when they are first touched: what is on other devices costs nothing.
             self._flat[name] = np.zeros(self._layout.size, np.float32)
@@ -45,7 +45,7 @@ class Memories:
         return self._flat[name]
 
     def states_of(self, positions: tuple[int, ...]) -> list[State]:
-        """Return the states of some parameters, which are looked up again where others have replaced a state."""
+        """Return the states of some parameters, which are looked up again if others have replaced a state."""
         if len(self.states) != len(self._known) or not all(map(is_, self.states.values(), self._known)):
             self._found.clear()
         if positions not in self._found:
@@ -57,7 +57,7 @@ class Memories:
         return self._found[positions]
 
     def require(self, name: str, positions: tuple[int, ...]) -> None:
-        """Have the memories of parameters on the host in their places; zero where there was none."""
+        """Have the memories of parameters on the host in their places; zero if there was none."""
         self.flat(name)
         states, placed = self.states_of(positions), self._placed.get((name, positions))
         if placed is not None and all(map(is_, map(dict.get, states, repeat(name)), placed)):

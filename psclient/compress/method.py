@@ -25,7 +25,7 @@ class Recurrence:
         r = retain·r + rate·u
         send unit·p of p = top ρ of |r|          # whole: unit·r
         r[sent] = keep·p
-        u[sent] = 0                              # masks_momentum; not where a tensor is sent for being small
+        u[sent] = 0                              # masks_momentum; not if a tensor is sent for being small
     """
 
     scale: float = 1.0
@@ -40,7 +40,7 @@ class Recurrence:
 
     @property
     def share(self) -> float:
-        """The factor of a sent value that did not arrive and returns to the residual; 0 where nothing was sent."""
+        """The factor of a sent value that did not arrive and returns to the residual; 0 if nothing was sent."""
         return (1 - self.keep) / self.unit if self.unit else 0.0
 
 

@@ -86,7 +86,7 @@ class Filled:
         self._masked = self._counted & masked if (self._counted & masked).any() else None
         rows["searched"] = self._counted & (self._k < sizes)
         rows["whole"] = self._all_whole
-        rows["threshold"] = np.where(whole, -1, 0)  # one of several that is sent whole has its zeros, too
+        rows["threshold"] = np.where(whole, -1, 0)  # -1: a tensor sent whole sends zeros as well
         self._searched, self._searched_positions = np.flatnonzero(rows["searched"]).tolist(), self._at(rows["searched"])
         unit = rows["unit"]
         self._unit = None if (unit == 1).all() else unit[:1] if (unit == unit[0]).all() else unit
@@ -207,7 +207,7 @@ class Table(Filled):
         if self._masked is not None:
             assert offsets is not None
             momentum[offsets[np.repeat(self._masked, counts)] + base] = 0
-        # A sum is finite only if all that is above is; what was taken otherwise, or grows when sent, is looked at.
+        # If the excess sums are finite, so are the taken values; else (corrected rows, unit > 1) check the values.
         is_sure = values is passed.values and (self._unit is None or self._unit.max() <= 1)
         piece, entries = self._entries(offsets, values, counts, memories, report)
         is_finite = is_finite and (is_sure or bool(np.isfinite(piece.values.numpy()).all()))
@@ -254,7 +254,7 @@ class Table(Filled):
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that the loops can read: itself where its elements lie in order."""
+    """Return a tensor that the loops can read: itself if its elements lie in order."""
     if not tensor.is_contiguous():
         tensor = tensor.detach().contiguous()
     return tensor if tensor.dtype in KINDS else tensor.detach().float()

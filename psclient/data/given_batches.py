@@ -65,7 +65,7 @@ class GivenBatches:
             f"a step counts {samples} samples, and the loader of ElasticSampler has given out batches of {sizes} since "
             "the last one: other samples would count as trained. The number is the first dimension of the first tensor "
             "that model= is called with, at each call; lists of images, (T, B, F) and graphs have the batch elsewhere. "
-            "Pass the number of samples that were drawn for the step: optimizer.step(samples=len(batch)). Where step() "
+            "Pass the number of samples that were drawn for the step: optimizer.step(samples=len(batch)). If step() "
             "takes none (overlap=True, Outer, WAGMA), let model= be a module that is called once for each batch, with "
             "a tensor whose first dimension is the batch"
         )

@@ -2,7 +2,7 @@
 
 All workers must compute the same order, in any version of torch and numpy, and none should store the order of a large
 dataset. Hence a cipher instead of a shuffled list: a Feistel network over the smallest even number of bits for the
-size, applied again where it leads out of the size (cycle walking). One round, with ``⊕`` bitwise and 64-bit
+size, applied again if it leads out of the size (cycle walking). One round, with ``⊕`` bitwise and 64-bit
 arithmetic that wraps::
 
     left, right = right, left ⊕ (mix(right + key[round]) mod 2^half)

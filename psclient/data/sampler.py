@@ -46,7 +46,7 @@ class ElasticSampler(Sampler[int]):
         data: the dataset, or its number of samples.
         optimizer: the one that trains on these samples; made with ``model=``, at whose calls they are counted.
         seed: of the order; the same on all workers.
-        lease_samples: leased at once, at most; near the end of an epoch it is less, so that nobody waits for long.
+        lease_samples: most samples leased at once; near the end of an epoch it is less, so that nobody waits for long.
         name: of the dataset in this run; the same on all workers.
         shuffle: whether each epoch has an order of its own; the same on all workers.
 
@@ -132,7 +132,7 @@ class ElasticSampler(Sampler[int]):
         batches = GivenBatches(self, waiting)
         self._tracker.begin_pass(batches)
         goal = self._goal
-        if goal is None:  # begin with the run's epoch, or the one after it where nothing of it is left
+        if goal is None:  # begin with the run's epoch, or the one after it if nothing of it is left
             epoch = self._lease(None).epoch
             goal = epoch if self._undrawn else epoch + 1
         while self._replenish(goal):
@@ -147,11 +147,11 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def _is_stale(self) -> bool:
-        """True where the worker has joined again since the last answer: its samples may be others' now."""
+        """True if the worker has joined again since the last answer: its samples may be others' now."""
         return self._joins != self._run.joins
 
     def _replenish(self, goal: int) -> bool:
-        """Lease more where nothing is undrawn; return whether there is something to draw."""
+        """Lease more if nothing is undrawn; return whether there is something to draw."""
         if self._is_stale:
             self._lease(goal, samples=0)
         if not self._undrawn:
@@ -222,7 +222,7 @@ class ElasticSampler(Sampler[int]):
     def _request_lease(
         self, epoch: int | None, samples: int, leased: SampleSet, waits: bool = False
     ) -> pb.LeaseSamplesResponse:
-        """Ask shard 0 for so many samples at most, and which of those leased are lost; join again where that is due.
+        """Ask shard 0 for up to so many samples, and which of those leased are lost; join again if that is due.
 
         ``epoch`` is the newest that is wanted; ``None`` for the newest that has begun.
         """

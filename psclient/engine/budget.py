@@ -90,7 +90,7 @@ class _LineTime:
     def share(self, seconds: float, lines: Sequence[Bandwidth]) -> float:
         """Return what all shards together carry, which work side by side and have equal parts; call it at each step.
 
-        Where that is too little to be measured by, a step now and then takes more.
+        If that is too little to be measured by, a step now and then takes more.
         """
         transfers = sum(line.transfers for line in lines)
         self._steps = 0 if transfers != self._transfers else self._steps + 1

@@ -1,4 +1,4 @@
-"""Collecting gradients, and refusing them where one is not finite, or where other workers push the same."""
+"""Collecting gradients, and refusing them if one is not finite, or if other workers push the same."""
 
 import gc
 from bisect import bisect_left
@@ -38,7 +38,8 @@ def require_trainable(model: TrainedModel, groups: ParamGroups) -> None:
 def finite(model: TrainedModel, gradients: Mapping[int, torch.Tensor], *, waits: bool = True) -> Gradients:
     """Return the gradients (by position, ascending) dense, as their memory has them.
 
-    Where it ``waits`` not, those of a device are ``unsound`` at most, which :func:`refuse_unsound` looks into.
+    With ``waits=False`` the check stays on the device: the result is flagged in ``unsound``; call
+    :func:`refuse_unsound` if it is set.
 
     Raises:
         NonFiniteGradientError: one is not finite; the first such parameter is named.
@@ -80,7 +81,7 @@ def refuse_unsound(model: TrainedModel, gradients: Gradients) -> None:
 
 
 def _in_memory(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient dense, negated where torch has only noted that, and zeros where it has noted those."""
+    """Return a gradient dense, negated if torch has only noted that, and zeros if it has noted those."""
     if gradient.is_sparse:
         gradient = gradient.coalesce().to_dense()
     if gradient._is_zerotensor():
@@ -97,7 +98,7 @@ def _first_of_any(gradients: Mapping[int, torch.Tensor]) -> list[int]:
 
 
 def refuse_averaged(parameters: Iterable[torch.Tensor], among: Iterable[Any] | None = None) -> None:
-    """Raise :class:`ConfigurationError` where ``DistributedDataParallel`` averages the gradients of these parameters.
+    """Raise :class:`ConfigurationError` if ``DistributedDataParallel`` averages the gradients of these parameters.
 
     Without modules to search (``among``) all live objects are searched, which is slow: such a module leaves no mark on
     its parameters.

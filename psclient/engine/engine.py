@@ -139,12 +139,12 @@ class Engine:
 
     @property
     def begun(self) -> bool:
-        """True where hooks have submitted gradients, and the step has not ended."""
+        """True if hooks have submitted gradients, and the step has not ended."""
         return self.overlap is not None and self.overlap.begun
 
     @property
     def unfinished(self) -> bool:
-        """True where a step that has not ended has pushed the gradients of now."""
+        """True if the current gradients were already pushed by a step that then failed."""
         return not self.begun and self._pushed.matches(self._gather_all())
 
     @property
@@ -224,15 +224,15 @@ class Engine:
     def settle_load(self, *, drops: bool = False) -> bool:
         """Offer a model that was loaded into the worker to the servers; return whether the model is another one now.
 
-        That costs next to nothing where nobody has written to the model; the first time all of it is read. If a
+        That costs next to nothing if nobody has written to the model; the first time all of it is read. If a
         trained server refuses the model (docs/guide/training.md), it is dropped (``drops``) or
-        :class:`ModelLoadedError` raised. :class:`ModelChangedError` where a tensor is of another kind.
+        :class:`ModelLoadedError` raised. :class:`ModelChangedError` if a tensor is of another kind.
         """
         self._model.check()
         replica = self.replica
         name = replica.loaded()
         if self._buffers.travel:
-            self._buffers.tensors.now()  # raises where a buffer is of another kind
+            self._buffers.tensors.now()  # raises if a buffer is of another kind
         if name is None:
             self._warn_of_drift(replica.drifted())
         if name is None and self._first_digest is None:
@@ -399,7 +399,7 @@ class Engine:
         self._receive(report)
 
     def _select(self, report: StepReport, gradients: Gradients, factor: Scale) -> Sent:
-        """Select from the first group; where gradients are not finite, the device has changed nothing."""
+        """Select from the first group; if gradients are not finite, the device has changed nothing."""
         try:
             return self._select_from(report, gradients, factor)
         except UnsoundError:
@@ -450,7 +450,7 @@ class Engine:
         return self._open_push(samples, rates)
 
     def _push(self, report: StepReport, send: Callable[[int], None], *, asks: bool = False) -> None:
-        """Send every group of the open push, commit, ask for the reply where one is to be fetched, await the ack."""
+        """Send every group of the open push, commit, ask for the reply if one is to be fetched, await the ack."""
         try:
             for number in range(len(self.groups)):
                 send(number)
@@ -804,7 +804,7 @@ def _ascending(segment: SparseSlice) -> SparseSlice:
 
 
 def _as_decoded(part: SparseSlice, encoded: Sequence[frames.Encoded]) -> tuple[SparseSlice, SparseSlice | None]:
-    """Return the part as the server will decode it, and the quantisation error where there is one."""
+    """Return the part as the server will decode it, and the quantisation error if there is one."""
     decoded = [piece.decoded for piece in encoded]
     values = (decoded[0] if len(decoded) == 1 else torch.cat(decoded)).to(part.values.device)
     arriving, error = SparseSlice(part.span, part.offsets, values), part.values - values

@@ -257,7 +257,7 @@ class Overlap:
                     stream.synchronize()
 
     def _send(self, number: int, gradients: Mapping[int, torch.Tensor]) -> bool:
-        """Send a group; return False where the group was left because another one has failed."""
+        """Send a group; return False if the group was left because another one has failed."""
         if self._has_failed():
             return False
         report = self._opened()
@@ -286,7 +286,7 @@ class Overlap:
         return any(job.finished and job.exception() is not None for job in list(self._jobs.values()))
 
     def _opened(self) -> StepReport:
-        """Return the report of the open push; open one where there is none.
+        """Return the report of the open push; open one if there is none.
 
         The error of an earlier push without an answer is raised once, here; the next attempt has new patience.
         """
@@ -300,7 +300,7 @@ class Overlap:
 
 
 def _await(job: Job[Any], seconds: float | None = None) -> None:
-    """Wait for a job's end; :class:`TimeoutError` after ``seconds``, or where the calling job is cancelled."""
+    """Wait for a job's end; :class:`TimeoutError` after ``seconds``, or if the calling job is cancelled."""
     end = math.inf if seconds is None else time.monotonic() + seconds
     while not job.wait(min(_POLL_SECONDS, end - time.monotonic())):
         if is_cancelled() or time.monotonic() >= end:

@@ -58,14 +58,14 @@ class SampleCounter:
         return self._counts.get(self._model) or max(self._counts.values(), default=0)
 
     def take(self, *, warn: bool = True) -> int:
-        """Return the samples since the last call, at least 1; ``warn`` once where the number is probably wrong."""
+        """Return the samples since the last call, at least 1; ``warn`` once if the number is probably wrong."""
         count, vector = self.waiting, self._vector
         self._counts, self._vector = {}, None
         self._threads.clear()  # an interrupt may have left one there
         if warn and not count:
             self._warn_once(
                 "a step saw no call of model=, or of a direct submodule, in training mode with a tensor as its input, "
-                "and counts as one sample. Pass the number, step(samples=...); where step() takes none (overlap=True, "
+                "and counts as one sample. Pass the number, step(samples=...); if step() takes none (overlap=True, "
                 "Outer, WAGMA), let model= be a module that the loop calls"
             )
         if warn and vector is not None:
@@ -144,12 +144,12 @@ class SampleCounter:
 def _report_calls(kind: type[torch.nn.Module]) -> Callable[[], None]:
     """Replace the ``__call__`` of a class by one that reports to the counters; return what restores the class."""
     before: Callable[..., Any] | None = kind.__dict__.get("__call__")
-    # Where torch.compile cannot take a wrapper as a whole, it would trace this as it is called.
+    # If torch.compile cannot take a wrapper as a whole, it would trace this as it is called.
     enter = torch.compiler.disable(_enter)  # type: ignore[no-untyped-call]
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         entered: Sequence[SampleCounter] = ()
-        if not is_compiling():  # where torch.compile traces through this, nothing of it is in the graph
+        if not is_compiling():  # if torch.compile traces through this, nothing of it is in the graph
             module = unwrapped(self)
             if id(module) in _counters:
                 entered = enter(module, (*args, *kwargs.values()))

@@ -112,9 +112,9 @@ def warn_of_missing_memories(state_dict: Mapping[str, Any]) -> None:
 
 
 def split(state_dict: Mapping[str, Any], method: str | None) -> tuple[PushMark | None, dict[str, Any]]:
-    """Return the mark of a state dict (``None`` where another library saved the state), and torch's part of it.
+    """Return the mark of a state dict (``None`` if another library saved the state), and torch's part of it.
 
-    :class:`ConfigurationError` where another method than ``method`` saved it (``None``: any may have), or a
+    :class:`ConfigurationError` if another method than ``method`` saved it (``None``: any may have), or a
     hyper-parameter is out of its range.
     """
     if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("param_groups"), list):
@@ -138,7 +138,7 @@ def from_sgd(
 ) -> dict[str, Any]:
     """Return a state of ``torch.optim.SGD`` as one of a method: rates, weight decay, and momentum buffers.
 
-    :class:`ConfigurationError` where the state is another optimizer's, or has momentum of another recurrence than
+    :class:`ConfigurationError` if the state is another optimizer's, or has momentum of another recurrence than
     ``u = m·u + g`` with the method's ``m``. A state without momentum leaves the method its own.
     """
     saved = state["param_groups"]

@@ -159,7 +159,7 @@ class Worker:
             raise FingerprintMismatchError(text, error.tensor) from None
 
     def require_open(self) -> None:
-        """Raise :class:`ConfigurationError` where the optimizer has left its run, or belongs to another process."""
+        """Raise :class:`ConfigurationError` if the optimizer has left its run, or belongs to another process."""
         if self.lifecycle.in_child:
             raise ConfigurationError(forks.REFUSED)
         if self.lifecycle.ended:
@@ -169,7 +169,7 @@ class Worker:
 
     @contextmanager
     def looking_ahead(self) -> Iterator[None]:
-        """Refuse all work in the body, where the parameters lack what the residuals would send."""
+        """Refuse all work in the body, if the parameters lack what the residuals would send."""
         self.require_open()
         try:
             self.always(self._look_ahead)
@@ -202,8 +202,8 @@ class Worker:
     def always(self, work: Callable[[], Result], seconds: float | None = None) -> Result:
         """Do work, on the CUDA streams of the calling thread; after the end, in the calling thread itself.
 
-        A signal's exception ends the wait and not the work: calls to servers are cut short, and the rest goes on to a
-        point from which the next call can continue. Only an end has a limit in ``seconds``.
+        On an interrupt, calls to servers are cancelled and local work finishes, so the next call can continue.
+        ``seconds`` is set only while closing.
         """
         streams = current_streams(self._devices)
 
@@ -230,7 +230,7 @@ class Worker:
         self.run.set_deadline(CLOSING_SECONDS)
         self._thread.cancel()  # only what nobody waits for can be under way: the last call was interrupted
         self.run.cancel_unawaited()
-        leaving = self._thread.submit(torch.no_grad()(leave))  # goes on where the wait is interrupted
+        leaving = self._thread.submit(torch.no_grad()(leave))  # goes on if the wait is interrupted
         self.lifecycle.ended = True
         try:
             leaving.result(CLOSING_SECONDS + _LEAVING_SECONDS)

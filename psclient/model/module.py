@@ -41,7 +41,7 @@ class NamedBuffers:
         return NamedBuffers([(spec, place) for spec, place in self._found if wanted(spec)])
 
     def now(self) -> list[torch.Tensor]:
-        """Return the modules' tensors of now; :class:`ModelChangedError` where one is of another kind."""
+        """Return the modules' current tensors; :class:`ModelChangedError` if one is of another kind."""
         found = []
         for spec, (module, name) in self._found:
             tensor = module._buffers.get(name)
@@ -97,7 +97,7 @@ class TrainedModel:
         return [position for position, parameter in enumerate(self.parameters) if id(parameter) in members]
 
     def refuse_shared(self) -> None:
-        """Raise :class:`ConfigurationError` where other processes share a parameter; on CUDA that cannot be told."""
+        """Raise :class:`ConfigurationError` if other processes share a parameter; on CUDA that cannot be told."""
         for spec, parameter in zip(self.layout.parameters, self.parameters, strict=True):
             if parameter.device.type == "cpu" and parameter.is_shared():  # type: ignore[no-untyped-call]
                 raise ConfigurationError(
@@ -107,7 +107,7 @@ class TrainedModel:
                 )
 
     def check_frozen(self) -> None:
-        """Raise :class:`ModelChangedError` where a frozen parameter has other values; reads those written to since."""
+        """Raise :class:`ModelChangedError` if a frozen parameter has other values; reads those written to since."""
         for parameter, known, writes in zip(self.frozen, self.layout.frozen, self.frozen_writes, strict=True):
             if writes_to(parameter) != writes and digest_of(parameter) != known.digest:
                 raise ModelChangedError(
@@ -131,7 +131,7 @@ class TrainedModel:
             )
 
     def check(self) -> None:
-        """Raise :class:`ModelChangedError` where a parameter was replaced or thawed; costs a look-up for each."""
+        """Raise :class:`ModelChangedError` if a parameter was replaced or thawed; costs a look-up for each."""
         present = map(dict.get, map(attrgetter("_parameters"), self._modules), self._names)
         if all(map(is_, present, self.parameters)) and not any(map(attrgetter("requires_grad"), self.frozen)):
             return
@@ -141,7 +141,7 @@ class TrainedModel:
                     known.spec.name,
                     "needed no gradient when the optimizer was made, and needs one now: the server does not have it",
                     "make the optimizer anew, in a run of its own, or set upload_frozen=True (PSCLIENT_UPLOAD_FROZEN) "
-                    "on all workers where parameters are to be thawed later",
+                    "on all workers if parameters are to be thawed later",
                 )
         moved = [
             position
@@ -164,7 +164,7 @@ def describe(
 ) -> TrainedModel:
     """Find the tensors of a model; without one, of param groups, named as they were given or by position.
 
-    With ``upload_frozen`` parameters that need no gradient are the server's, too. :class:`ConfigurationError` where a
+    With ``upload_frozen`` parameters that need no gradient are the server's, too. :class:`ConfigurationError` if a
     trained parameter is not the model's, or one cannot be trained.
     """
     trained = [parameter for group in groups for parameter in group["params"]]

@@ -1,7 +1,7 @@
 """The replica: the model's parameters as places in the flat layout.
 
 Between replies the replica never changes: a worker's own update returns from the server. Parameters are written in
-place, so the user's references stay valid. Where the user gives a parameter other memory, its values must be the same:
+place, so the user's references stay valid. If the user gives a parameter other memory, its values must be the same:
 a reply has the changes since the last one, and nothing about the rest.
 """
 
@@ -89,7 +89,7 @@ class Replica:
         return [position for position, (now, known) in enumerate(counts) if now != known]
 
     def digest(self) -> bytes:
-        """Return 32 bytes that are equal where the values are, and else all but surely not; reads all parameters."""
+        """Return 32 bytes that are equal if the values are, and else all but surely not; reads all parameters."""
         digest = hashlib.sha256()
         for parameter in self.parameters:
             flat = parameter.detach().reshape(-1)
@@ -133,7 +133,7 @@ class Replica:
         return int(crc32(bytes_of(parameter.reshape(-1)[start : start + _BLOCK])))
 
     def accept(self) -> None:
-        """Make the parameters' values and memory of now the known ones."""
+        """Note the parameters' current values and memory as the known ones."""
         self._sample = None
         for position in self._moved():
             self._adopt(position)
@@ -171,7 +171,7 @@ class Replica:
             )
 
     def _adopt(self, position: int) -> None:
-        """Make a parameter's memory of now the known one."""
+        """Note a parameter's current memory as the known one."""
         self._known[position] = known = self.parameters[position].detach()
         self._locate(position, known)
 

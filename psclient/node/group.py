@@ -20,7 +20,7 @@ _START_DISTRIBUTED = (
 def node_group(backend: str | None = None) -> dist.ProcessGroup:
     """Return a process group of the ranks on this node, for ``DistributedDataParallel(process_group=…)``.
 
-    Every rank of the default group has to call it, as with ``torch.distributed.new_group``. Where the default group is
+    Every rank of the default group has to call it, as with ``torch.distributed.new_group``. If the default group is
     one node, it is a group of the same ranks.
 
     Args:

@@ -44,7 +44,7 @@ from psclient.settings import ClientSettings, Server
 
 
 class _Call(IntEnum):
-    """A call that all processes of a node make; ``NOTHING`` where one of them cannot."""
+    """A call that all processes of a node make; ``NOTHING`` if one of them cannot."""
 
     NOTHING = 0
     JOIN = 1
@@ -284,8 +284,8 @@ class NodeOptimizer(Optimizer):
         """Make a call together; every process raises the leader's error.
 
         ``value`` is the model's fingerprint for a join, samples for a step, which are summed. The leader alone calls
-        ``work``, with the sum. :class:`ConfigurationError` where the processes make different calls or have different
-        models; :class:`NodeBrokenError` where one is gone, silent, or cannot take part.
+        ``work``, with the sum. :class:`ConfigurationError` if the processes make different calls or have different
+        models; :class:`NodeBrokenError` if one is gone, silent, or cannot take part.
         """
         if self._closed:
             raise ConfigurationError("this optimizer has left its run (close()); make a new one to go on")
@@ -307,7 +307,7 @@ class NodeOptimizer(Optimizer):
             self._status = NodeStatus.decode(self._comm.broadcast_bytes())
             met = None if self._status.error is None else self._status.error.rebuild()
         tensors = self._tensors()
-        # Before it has joined, and where its script has loaded a model, a process may have any values.
+        # Before it has joined, and if its script has loaded a model, a process may have any values.
         everything = met is None and (call in (_Call.JOIN, _Call.PULL) or any(loaded for _, _, loaded in found))
         changed = range(len(tensors)) if everything else self._status.changed
         self._comm.broadcast_tensors([tensors[number] for number in changed])

@@ -84,7 +84,7 @@ def unknown_argument(kind: type, base: type, name: str) -> UnknownArgumentError:
 
 
 def split_model(params: Params, model: torch.nn.Module | None) -> tuple[Any, torch.nn.Module | None]:
-    """Return parameters and the model; :class:`ConfigurationError` where a model is given twice, or trains nothing."""
+    """Return parameters and the model; :class:`ConfigurationError` if a model is given twice, or trains nothing."""
     if not isinstance(params, torch.nn.Module):
         return params, model
     if model is not None and model is not params:
@@ -118,7 +118,7 @@ def check_params(params: Any) -> Any:
 
 
 def check_mode(overlap: object, rounds: object) -> None:
-    """Raise :class:`ConfigurationError` where one is of another kind."""
+    """Raise :class:`ConfigurationError` if one is of another kind."""
     if rounds is not None and not isinstance(rounds, Rounds):
         raise ConfigurationError(f"rounds must be psclient.Rounds(...), not {rounds!r}")
     if not isinstance(overlap, bool):
@@ -126,13 +126,13 @@ def check_mode(overlap: object, rounds: object) -> None:
 
 
 def check_seconds(seconds: object) -> None:
-    """Raise :class:`ConfigurationError` where a time to wait is none."""
+    """Raise :class:`ConfigurationError` if a time to wait is none."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
         raise ConfigurationError(f"seconds must be a number of seconds, at least 0, not {seconds!r}")
 
 
 def check_step(closure: object, samples: object) -> None:
-    """Raise :class:`ConfigurationError` where an argument of ``step()`` is of another kind."""
+    """Raise :class:`ConfigurationError` if an argument of ``step()`` is of another kind."""
     if samples is not None:
         whole_number(samples, "samples must be a number of samples", 0, (1 << 48) - 1)
     if closure is not None and not callable(closure):
@@ -142,7 +142,7 @@ def check_step(closure: object, samples: object) -> None:
 def check_added(
     groups: list[dict[str, Any]], model: TrainedModel | None, *, are_agreed: bool = False, step_has_begun: bool = False
 ) -> None:
-    """Remove the last group, and raise :class:`ConfigurationError`, where a worker cannot train it.
+    """Remove the last group, and raise :class:`ConfigurationError`, if a worker cannot train it.
 
     ``model`` is ``None`` before the worker joins its run; the server's optimizer has groups that ``are_agreed``, too.
     """

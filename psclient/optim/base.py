@@ -74,7 +74,7 @@ class ParameterServerOptimizer(Optimizer):
         agreed: the method's settings in which all workers must agree, beside the common ones.
         model: the module that the parameters belong to: names the tensors, and has the buffers and the
             calls at which samples are counted.
-            Without it, tensors have the names of ``model.named_parameters()`` where ``params`` has these, else they are
+            Without it, tensors have the names of ``model.named_parameters()`` if ``params`` has these, else they are
             named by position, and buffers stay local.
         server: ``HOST:PORT`` of each shard in order (a list, or one string with commas or a range as ``{0..3}``), one
             ``dns:///HOST:PORT`` for all, a running :class:`~psclient.LocalServer`, or ``"local"`` to start one for this
@@ -85,8 +85,9 @@ class ParameterServerOptimizer(Optimizer):
             is staler. Gradients must not be touched between ``backward()`` and ``step()``.
         rounds: train synchronously; the default is to apply each push as it comes.
         budget: the share of the dense bytes that a push and a reply may take, as ``0.03``, or a :class:`Budget` in
-            bytes a second or seconds a step. Chooses density, value type and form of the replies; ``density`` is for
-            who chooses these alone. Groups with a density of their own are outside it. The default of a sparse method
+            bytes a second or seconds a step. Chooses density, value type and form of the replies. To choose density
+            only, pass ``density`` instead. Groups with a density of their own are outside the budget. The default of a
+            sparse method
             is ``0.03``, unless ``density`` or a value type (``PSCLIENT_VALUE_TYPE``) is given; the density then is
             ``default_density``.
         on_load: the rule for a model that the script loads into the worker later. The run begins with this model if
@@ -190,7 +191,7 @@ class ParameterServerOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """``torch.amp.GradScaler`` reads this before it unscales; refused where overlap has sent the gradients."""
+        """``torch.amp.GradScaler`` reads this before it unscales; refused if overlap has sent the gradients."""
         if self._engine.overlap is not None:
             raise ConfigurationError(
                 "GradScaler unscales gradients after backward(), and with overlap=True they have left by then; leave "
@@ -248,7 +249,7 @@ class ParameterServerOptimizer(Optimizer):
 
     @property
     def _unfinished(self) -> bool:
-        """True where the last step has pushed its gradients and met an error before its end.
+        """True if the last step has pushed its gradients and met an error before its end.
 
         The next :meth:`step` completes it, unless the gradients are others by then, or there are none.
         """
@@ -285,7 +286,7 @@ class ParameterServerOptimizer(Optimizer):
         """Push this step's update and bring the parameters up to the server's.
 
         Args:
-            closure: recomputes the loss, as for any torch optimizer. Where the last step is unfinished, it is
+            closure: recomputes the loss, as for any torch optimizer. If the last step is unfinished, it is
                 not called: that step is completed, and what the closure returned then is returned.
             samples: how many samples the gradients come from; counted at the calls of ``model`` if not given.
 
@@ -294,7 +295,7 @@ class ParameterServerOptimizer(Optimizer):
 
         Raises:
             NonFiniteGradientError: nothing was sent, and without overlap nothing was changed.
-            UpdateOverflowError: nothing was sent; what the step has added, where it is finite, stays in the residuals.
+            UpdateOverflowError: nothing was sent; what the step has added stays in the residuals if it is finite.
             ServerUnreachableError: no server within the patience; call again to go on, nothing is lost.
             RunFinishedError: the run was over before this step.
         """
@@ -463,7 +464,7 @@ class ParameterServerOptimizer(Optimizer):
 
         Residuals that are older than the last push that the server has applied from this worker contain gradients that
         were sent since; they are dropped, with a warning. A state of ``torch.optim.SGD`` gives its rates and weight
-        decay, and its momentum where the method has the same.
+        decay, and its momentum if the method has the same.
 
         Raises:
             ConfigurationError: another method, or another optimizer, has saved it; the message says how to go on.

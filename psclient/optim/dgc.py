@@ -14,7 +14,7 @@ from psclient.optim.base import ParameterServerOptimizer
 
 
 def recurrence(group: Group) -> Recurrence:
-    """``u = m·u + (g + wd·θ);  r += u``; both are cleared where an entry is selected.
+    """``u = m·u + (g + wd·θ);  r += u``; both are cleared if an entry is selected.
 
     A flush leaves the momentum: that would be new movement.
     """

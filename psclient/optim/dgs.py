@@ -32,7 +32,7 @@ class DGS(ParameterServerOptimizer):
         params: parameters or param groups, as for any ``torch.optim`` optimizer.
         lr: learning rate.
         momentum: ``m``. Asynchrony adds momentum of its own: the paper uses 0.7 with 4 to 32 workers, and 0.45 on
-            ImageNet with 16; a warning says so where more is used. The rate is inside this momentum, as in the paper:
+            ImageNet with 16; a warning says so if more is used. The rate is inside this momentum, as in the paper:
             after a drop of the rate it is not SGD with momentum.
         weight_decay: L2 penalty, added to the gradient.
         density: ``ρ``, the share of a tensor's entries that is sent; a number, or a function of the step.

@@ -95,8 +95,8 @@ class LocalSteps:
     def flush_on_exit(self) -> None:
         """Push the local steps so far as after ``sync_every`` of them, and apply the answer.
 
-        The error stays here: it may be several times the same way, since each period begins without what was not sent,
-        and all of it at once can lead beyond where any worker has been.
+        The residual is not flushed: it may contain the same direction several times over, because each period started
+        without the unsent part.
         """
         self._settle()
         if self.local_steps:
@@ -141,7 +141,7 @@ class LocalSteps:
         return gather(self._model, self._groups, range(len(self._model.parameters)))
 
     def _settle(self, *, drops: bool = False) -> None:
-        """End an earlier push, and agree with the server on one model where the script has loaded another."""
+        """End an earlier push, and agree with the server on one model if the script has loaded another."""
         if self._deltas:
             self._push({})
         if self._engine.settle_load(drops=drops):

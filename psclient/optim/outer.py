@@ -40,7 +40,7 @@ class Outer(LocalOptimizer):
         server: one step of the outer optimizer with s (per round: the mean of s) as its gradient
         θ_start = θ_local = what the server answers
 
-    Asynchronous unless ``rounds`` is given: then the ways of several workers are added up, where a round takes their
+    Asynchronous unless ``rounds`` is given: then the ways of several workers are added up, while a round takes their
     mean. The default is for that; DiLoCo has ``("SGD", {"lr": 0.7, "momentum": 0.9, "nesterov": True})`` with
     ``rounds=psclient.Rounds()``. Momentum without rounds is ``("DelayedNesterov", {"lr": 0.7, "momentum": 0.9,
     "every": W})`` for ``W`` workers (Liu et al., 2024; arXiv 2401.09135): each push counts a ``W``-th at once, and

@@ -59,7 +59,7 @@ class ServerOptimizer(ParameterServerOptimizer):
     The param groups have the learning rate, ``lr``, and each push carries it: the server steps at it. So a rate set
     by hand and a scheduler on the worker work as for any torch optimizer, and act on this worker's pushes; a round is
     stepped at the mean of its workers' rates. A ``scheduler`` that is named here is the server's, one for all workers;
-    where a worker's rate differs from the agreed one, the scheduled rate is multiplied by the ratio of both. The other
+    if a worker's rate differs from the agreed one, the scheduled rate is multiplied by the ratio of both. The other
     options of a group stay as they were agreed, and changing one is an error.
 
     Args:

@@ -34,10 +34,10 @@ class BufferExchange:
         return bool(self.tensors.specs) and self._run.run_settings.buffer_policy != pb.BUFFER_POLICY_NONE
 
     def exchange(self, step: int, samples: int, *, adopt: bool = False) -> int:
-        """Contribute this worker's buffers to the average; return the message bytes moved, 0 where there are none.
+        """Contribute this worker's buffers to the average; return the message bytes moved, 0 if there are none.
 
         ``samples`` have passed through the model since the last exchange. ``adopt`` writes the average over the buffers
-        even where the policy leaves each worker its own. Where the lease or the model is lost, nothing is exchanged.
+        even if the policy leaves each worker its own. If the lease or the model is lost, nothing is exchanged.
         """
         if not self.travel:
             return 0

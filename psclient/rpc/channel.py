@@ -82,7 +82,7 @@ class RetryPolicy:
     ) -> Answer:
         """Repeat an attempt, given its deadline in seconds, while it raises :class:`Transient` and there is time.
 
-        ``reconnect`` is called before another attempt where the server may be at another address by then.
+        ``reconnect`` is called before another attempt if the server may be at another address by then.
         """
         while True:
             now = time.monotonic()
@@ -190,12 +190,12 @@ class Connection:
             threading.Thread(target=retired.close, name="psclient-retire", daemon=True).start()
 
     def call(self, policy: RetryPolicy, attempt: Callable[[float], Answer]) -> Answer | Rejected:
-        """Make a call, again where that may help, and return the answer or the server's refusal.
+        """Make a call, again if that may help, and return the answer or the server's refusal.
 
         ``attempt`` gets its deadline in seconds, and waits for the answer, by :meth:`result` or in :meth:`tracked`. It
         begins a new call or stream each time but the first: one that is refused for its token is repeated once, since
         an open stream has the token of its beginning, and a token file may have changed.
-        :class:`ServerUnreachableError` where no answer comes in time, or the calling thread's job is cancelled;
+        :class:`ServerUnreachableError` if no answer comes in time, or the calling thread's job is cancelled;
         :class:`ServerFaultError` for a damaged answer.
         """
         may_repeat = self._security.token_file is not None

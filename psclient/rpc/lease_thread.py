@@ -38,7 +38,7 @@ class LeaseThread:
 
     Attributes:
         renewal_seconds: time between two renewals.
-        uploaded: share of the model that this worker has sent, or 0 where it uploads none; sent with each renewal.
+        uploaded: share of the model that this worker has sent, or 0 if it uploads none; sent with each renewal.
         first_batches: fingerprint of this worker's first batches, or 0; sent with each renewal.
     """
 

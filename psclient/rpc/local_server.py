@@ -33,7 +33,7 @@ class LocalServer:
     ``LocalServer(down_mode="topk")``. A child ends by itself when this process is gone.
 
     The parameters are on the host, unless ``device`` names another place: a GPU of this machine is for training.
-    ``device="auto"`` takes a GPU, also where a worker trains on it; several shards take turns at all of them.
+    ``device="auto"`` takes a GPU, also if a worker trains on it; several shards take turns at all of them.
 
     Args:
         shards: number of server processes.
@@ -75,7 +75,7 @@ class LocalServer:
         self._await_ready(index, self._start(index, self.addresses[index]))
 
     def stop(self) -> None:
-        """Stop the processes: SIGTERM, and SIGKILL where that is not heeded in time; one time for all of them.
+        """Stop the processes: SIGTERM, and SIGKILL if that is not heeded in time; one time for all of them.
 
         Does nothing in a forked child.
         """
@@ -176,7 +176,7 @@ def _flag(name: str, value: object) -> str:
 
 
 def start_alone() -> LocalServer:
-    """Start a server for a worker that is alone; refused where the environment says that it is one of several."""
+    """Start a server for a worker that is alone; refused if the environment says that it is one of several."""
     variable = sibling_workers()
     if variable is not None:
         raise ConfigurationError(

@@ -165,8 +165,8 @@ class Run:
                     if time.monotonic() > min(self._last_progress + seconds, self._deadline):
                         raise ServerNotReadyError(
                             self._lost_parts
-                            or f"{self.coordinator.address} has had no model for {seconds:.0f} s, and no worker that "
-                            "uploads one has got any further; check whether one lives, or restart all shards together"
+                            or f"no model on {self.coordinator.address} after {seconds:.0f} s, and the uploading "
+                            "worker made no progress; check that worker, or restart all shards together"
                         )
             self.joins += 1
             if self.joins == 1:
@@ -191,7 +191,7 @@ class Run:
             )
 
     def _try_join(self, seconds: float, line: ProgressLine) -> bool:
-        """Join every shard, shard 0 last; False where that must be tried again."""
+        """Join every shard, shard 0 last; False if that must be tried again."""
         answers = [self._join_shard(shard, seconds) for shard in reversed(self.shards[1:])]
         seen = max(*(shard.generation for shard in self.shards), *(answer.generation for answer in answers), 0)
         first = self._join_shard(self.coordinator, seconds, generation_seen=seen)
@@ -336,7 +336,7 @@ class Run:
         return answer
 
     def _pause(self, seconds: float) -> None:
-        """Wait before asking again; raises :class:`ServerUnreachableError` where the calling job is cancelled."""
+        """Wait before asking again; raises :class:`ServerUnreachableError` if the calling job is cancelled."""
         pause(seconds)
         if is_cancelled():
             raise ServerUnreachableError(self.coordinator.address, 0.0, "joining was interrupted", STEP_AGAIN)
@@ -407,7 +407,7 @@ class Run:
         return True
 
     def _digest(self) -> bytes:
-        """Return the digest of a model with which a training begins; nothing where a training goes on."""
+        """Return the digest of a model with which a training begins; nothing if a training goes on."""
         if self._loaded is not None:
             return self._loaded.digest
         self.digest = b"" if self.coordinator.has_base else self.replica.digest()
@@ -475,7 +475,7 @@ class Run:
         ``step`` is that of the last push: a wait in vain goes on if no push has followed it.
 
         Raises:
-            WorkersStillTrainingError: after ``seconds``, or where :meth:`set_deadline` ends the wait.
+            WorkersStillTrainingError: after ``seconds``, or if :meth:`set_deadline` ends the wait.
             SparsepsError: a server is lost for longer than the patience.
         """
         self._waits += step != self._waiting_since

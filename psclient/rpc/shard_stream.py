@@ -47,9 +47,9 @@ _PIECE_ELEMENTS = 4 << 20  # that are copied to the host, as fp32, at a time
 
 @dataclass(slots=True)
 class PulledReply:
-    """A checked reply, or the beginning of one that was cut: the elements before ``end``.
+    """A verified reply. After a broken stream: the verified prefix, up to element ``end``.
 
-    Where two segments have the same element, the later one counts. ``bytes`` are those of messages, ``arrived`` is of
+    If two segments have the same element, the later one counts. ``bytes`` are those of messages, ``arrived`` is of
     :func:`time.perf_counter`.
     """
 
@@ -167,7 +167,7 @@ class ShardStream:
         self._form, self._reply_form = replace(self._form, value=push_value), reply
 
     def in_fewest_bytes(self, part: SparseSlice) -> SparseSlice:
-        """Return a part of a push, with zeros among its entries where a budget asks for the fewest bytes."""
+        """Return a part of a push, with zeros among its entries if a budget asks for the fewest bytes."""
         value = self._form.value if self._reply_form else None
         return part.everywhere() if value and is_less_dense(part, value) else part
 
@@ -229,7 +229,7 @@ class ShardStream:
         return [part]
 
     def await_ack(self, policy: RetryPolicy) -> pb.PushSparseResponse | Rejected:
-        """Wait for the answer to the unacked part, which stays unacked where there is none in time."""
+        """Wait for the answer to the unacked part, which stays unacked if there is none in time."""
         part, first = self._open_part, self._open_part.stream
 
         def attempt(seconds: float) -> tuple[Stream, pb.PushSparseResponse]:
@@ -423,7 +423,7 @@ class ShardStream:
             return [bytes_of(segment.values.to(dtype)) for segment in replica.read(span)]
 
         def known_part(known: pb.Commit) -> frames.Checksum:
-            """Return the checksum of what the server has; of nothing where that is not the beginning of this model."""
+            """Return the checksum of what the server has; of nothing if that is not the beginning of this model."""
             checksum, begun = frames.Checksum(), Span(self.span.start, self.span.start + known.entries)
             for dtype, run in runs:
                 for part in cut(run.intersect(begun), _PIECE_ELEMENTS):

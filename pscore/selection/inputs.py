@@ -1,7 +1,7 @@
 """The inputs of selectors: a residual, or several of them end to end.
 
 A selector asks for statistics and takes entries by a threshold. A step's gradient is added to a residual by the first
-call; where that call is :meth:`SelectionInput.take`, in the same pass over memory.
+call; if that call is :meth:`SelectionInput.take`, in the same pass over memory.
 """
 
 import math
@@ -99,7 +99,7 @@ class Joined(SelectionInput):
         self.numel = self.starts[-1]
 
     def take(self, threshold: float, capacity: int) -> ThresholdResult:
-        """Take from every part, even where there is no room left: each may have an update to add."""
+        """Take from every part, even if there is no room left: each may have an update to add."""
         results: list[ThresholdResult] = []
         for part in self.parts:
             results.append(part.take(threshold, capacity))

@@ -63,7 +63,7 @@ def reuse(inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
 def sampled(inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
     """Take what exceeds the top-k of a 1 % sample, as in Deep Gradient Compression (Lin et al., ICLR 2018, section 3).
 
-    Where more than 1.3·k entries pass, the ``k`` largest of them are taken (the paper's hierarchical selection); where
+    If more than 1.3·k entries pass, the ``k`` largest of them are taken (the paper's hierarchical selection); if
     fewer than 0.8·k, the threshold is lowered by 0.8, at most ten times. The sample is every 100th element (never fewer
     than 256 in all), starting elsewhere at each step.
     """
@@ -90,7 +90,7 @@ def trimmed(inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
     """Trimmed top-k, as in RedSync (Fang et al., JPDC 2019, algorithm 2): a threshold trims before the rest is ranked.
 
     ``t = mean + ratio·(max − mean)`` with the first ratio of 0.8, 0.6, … at which at least ``k`` entries lie above;
-    where fewer than ``k`` lie above the mean, 0.
+    if fewer than ``k`` lie above the mean, 0.
     """
     if k >= inputs.numel:
         return take_all(inputs)

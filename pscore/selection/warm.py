@@ -1,10 +1,10 @@
 """The default: last step's threshold in one pass, corrected by the secant of the tail.
 
 The threshold is known before the step, so one pass accumulates and takes. The count that the pass finds moves the
-threshold for the next step, by the tail's own scale. Where the count misses ``k`` by more than the tolerance, it is
+threshold for the next step, by the tail's own scale. If the count misses ``k`` by more than the tolerance, it is
 corrected within the step: a surplus is put back (no pass over the memory), a lack costs counting passes and a second
 take. The first step starts at the Laplace estimate (see :mod:`pscore.selection.research`). A small input, whose count
-varies by chance, may miss ``k`` by more; it is ranked where it has no threshold.
+varies by chance, may miss ``k`` by more; it is ranked if it has no threshold.
 
 The threshold does not follow the learning rate: when that falls, the entries near the threshold still consist of steps
 at the old rate. The threshold drifts down as these are taken, and the drift is predicted.
@@ -24,7 +24,7 @@ from pscore.selection.inputs import SelectionInput
 from pscore.selection.kernels.base import Taken
 
 _LEVEL_GAIN, _DRIFT_GAIN = 0.6, 0.3
-_RISING = 0.9  # of a drift that is kept where it goes up
+_RISING = 0.9  # of a drift that is kept if it goes up
 _RANKED_STEPS = 16
 ROOM = 3  # capacity of the pass, as a multiple of k: a surplus up to there needs no other pass
 _MOST_PASSES = 8
@@ -75,7 +75,7 @@ def warm(inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
 def deviation(k: Any, chance: Any) -> Any:
     """Return by how many entries a count may miss ``k`` without a correction; of numbers or of arrays.
 
-    That is the tolerance or, where it is more, ``chance`` times ``√k``, which a count varies by from step to step.
+    That is the tolerance or, if it is more, ``chance`` times ``√k``, which a count varies by from step to step.
     """
     return np.maximum(TOLERANCE * k, np.minimum(chance * np.sqrt(k), k - 1))
 
@@ -133,7 +133,7 @@ def correct(
 
 
 def rank(inputs: SelectionInput, k: int, state: SelectorState) -> Taken:
-    """Take the exact top-k where no threshold is found, of a large input in more steps to come, too."""
+    """Take the exact top-k if no threshold is found, of a large input in more steps to come, too."""
     return _rank(inputs, k, state, 0 if inputs.numel <= _SMALL_SIZE else _RANKED_STEPS)
 
 
@@ -184,7 +184,7 @@ def predict(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Do for many rows what :func:`warm` does for the next threshold; return thresholds and drifts, fp64.
 
-    ``expected`` is the threshold that a row's state has: infinite where there is none.
+    ``expected`` is the threshold that a row's state has: infinite if there is none.
     """
     scarce = (used == 0) & (above <= wanted)
     known = np.maximum(above, 1)
@@ -199,7 +199,7 @@ def predict(
 def laplace_threshold(inputs: SelectionInput, k: int) -> float:
     """Return ``b·ln(n/k)``, at most the largest magnitude: the threshold of Laplace magnitudes with their mean ``b``.
 
-    ``k < n``; 0 only where every number is 0.
+    ``k < n``; 0 only if every number is 0.
     """
     mean, largest = inputs.magnitude()
     return min(largest, mean * math.log(inputs.numel / k))
@@ -211,7 +211,7 @@ class TailSearch:
 
     Counts fall exponentially in the tail. With ``c`` entries above ``t`` and ``s`` the sum of their excess, the tail's
     scale is ``β = s/c`` at first, then ``β = (t − t′)/ln(c′/c)`` between two passes, and the next threshold
-    ``t + β·ln(c/k)``. Where that leaves the known bracket, the bracket is halved, geometrically: magnitudes may span
+    ``t + β·ln(c/k)``. If that leaves the known bracket, the bracket is halved, geometrically: magnitudes may span
     sixty orders. ``count`` entries lie above the last ``threshold`` tried; ``off`` of them too many or too few will do.
     """
 
@@ -239,7 +239,7 @@ class TailSearch:
     def run(self, inputs: SelectionInput, first: float | None = None) -> float | None:
         """Return a threshold, searched from ``first`` or, for ``None``, from the last pass.
 
-        The threshold is 0 where no more than ``k`` entries are not zero, and ``None`` where the passes did not suffice:
+        The threshold is 0 if no more than ``k`` entries are not zero, and ``None`` if the passes did not suffice:
         equal magnitudes lie on both sides of ``k``, or a few are out of all proportion to the rest.
         """
         if first is not None:

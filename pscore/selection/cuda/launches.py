@@ -30,13 +30,13 @@ ROW = np.dtype(
 
 Addresses of ``memory`` (0: none) and ``momentum``; elements; ``room``, where its entries start in the output; its first
 piece; entries that are wanted; the least and the most that a search may find; how many fit into its part of the output:
-more are not accepted. ``masked``: the momentum becomes 0 where one of at most ``most`` entries is taken. ``aligned``:
+more are not accepted. ``masked``: the momentum becomes 0 if one of at most ``most`` entries is taken. ``aligned``:
 all addresses are multiples of 16. All elements of a ``whole`` tensor fit. A row without a gradient is selected from as
 it is."""
 
 TARGET = np.dtype([("address", "i8"), ("master", "i8"), ("shift", "i8"), ("kind", "i8")])
-"""A tensor that entries are scattered to: its address, that of its fp32 copy (or its own again), the number that is
-added to the entries' offsets, and its dtype as in :data:`~pscore.selection.host.segments.KINDS`."""
+"""Scatter target: parameter address, address of its fp32 master (the same if fp32), shift added to the entries'
+offsets, and dtype as in :data:`~pscore.selection.host.segments.KINDS`."""
 
 KINDS_BY_NAME = {str(dtype).removeprefix("torch."): kind for dtype, kind in KINDS.items()}
 
@@ -81,7 +81,7 @@ class SideStream:
         """Start copying a tensor of this stream to pinned memory; call it inside :meth:`entered`.
 
         Returns:
-            The host tensor, and the event after which it is complete; ``None`` where it is.
+            The host tensor, and the event after which it is complete; ``None`` if it is.
         """
         if self._stream is None:
             return tensor.clone(), None
@@ -125,7 +125,7 @@ class Found(NamedTuple):
     Attributes:
         offsets: int64, ascending, counted as the pieces' starts are.
         values: fp32, the memories' values before.
-        taken: entries of each row; -1 where the number was not accepted, and nothing is taken.
+        taken: entries of each row; -1 if the number was not accepted, and nothing is taken.
         excess: what the magnitudes above the threshold exceed it by, summed, of each row.
         thresholds: of each row, as they were used.
     """
@@ -228,8 +228,8 @@ class DeviceKernels:
         """Update the rows' tensors, and take what is above their thresholds, or write out those that are whole.
 
         With ``search`` the thresholds are found on the device first, so that the memories' entries are accepted as they
-        are; not where equal magnitudes lie on both sides of what is accepted. ``clip``, which gradients are multiplied
-        by, may be one number on the device. ``unsound``, int32 on the device: where
+        are; not if equal magnitudes lie on both sides of what is accepted. ``clip``, which gradients are multiplied
+        by, may be one number on the device. ``unsound``, int32 on the device: if
         it is not 0, nothing changes, and the result is :class:`UnsoundError`.
         """
         count, is_whole = pieces.rows.size, bool(rows["whole"].all())

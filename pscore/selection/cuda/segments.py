@@ -1,7 +1,7 @@
 """Selects from all tensors of a device at once: the threshold of the last step, in three launches.
 
-The rule is that of :func:`pscore.selection.warm.warm`, with the same state. Where a tensor's number of entries is not
-accepted, or no threshold is known, a search on the device finds one, for these tensors only; where equal magnitudes lie
+The rule is that of :func:`pscore.selection.warm.warm`, with the same state. If a tensor's number of entries is not
+accepted, or no threshold is known, a search on the device finds one, for these tensors only; if equal magnitudes lie
 on both sides of ``k`` they are ranked. Of a surplus the ``k`` largest entries stay taken, and one launch puts the rest
 back.
 """
@@ -150,7 +150,7 @@ class DeviceSegments:
     def _keep_largest(self, found: Found) -> Found:
         """Put back all but the ``k`` largest entries of each row that has a surplus; of equal ones the first stay.
 
-        The momentum of a masked row, which a surplus leaves alone, becomes 0 where an entry stays taken.
+        The momentum of a masked row, which a surplus leaves alone, becomes 0 if an entry stays taken.
         """
         rows, count = self.rows, len(self.rows)
         has_surplus = found.taken > rows["most"]

@@ -150,7 +150,7 @@ def update(rows, pieces, unsound, clip, counts, excess, mask, whole, BLOCK: tl.c
     """Add the number at ``clip`` times the gradients to the memories, and mark what lies above each row's threshold.
 
     A row without a gradient is only looked through; a ``whole`` one is written to ``whole`` and its memory left alone.
-    Each piece's number of marks goes to ``counts``, the sum of what they exceed the threshold by to ``excess``. Where
+    Each piece's number of marks goes to ``counts``, the sum of what they exceed the threshold by to ``excess``. If
     ``unsound`` is not 0 nothing is marked, and nothing changes.
     """
     number = tl.program_id(0).to(tl.int64)
@@ -170,7 +170,7 @@ def update(rows, pieces, unsound, clip, counts, excess, mask, whole, BLOCK: tl.c
 def settle(rows, counts, excess, places, taken, sums, thresholds, BLOCK: tl.constexpr, TILE: tl.constexpr):
     """Accept each row that has marked enough entries, and no more than fit, and give each of its pieces a place.
 
-    ``taken`` becomes the number of its entries, or -1 where it is not accepted; ``sums`` the row's excess.
+    ``taken`` becomes the number of its entries, or -1 if it is not accepted; ``sums`` the row's excess.
     """
     number = tl.program_id(0).to(tl.int64)
     row = rows + number * ROW_BYTES

@@ -80,7 +80,7 @@ def update(rows, pieces, low, high, clip, memory, momentum, whole, base, offsets
     entries above the threshold, ``taken`` of those that were written, ``excess`` the sum of what they exceed it by: of
     a row that is not searched only whether that is finite.
 
-    Returns how many entries were written, and the offset of the first where each is the neighbour of the one before:
+    Returns how many entries were written, and the offset of the first if each is the neighbour of the one before:
     such offsets are not written. Else -1.
     """
     x, theta = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)

@@ -40,8 +40,8 @@ ROW = np.dtype(
     align=True,
 )
 """A tensor: addresses of gradient and parameters (0 for no decay), where it starts in the memories, coefficients and
-threshold. A ``whole`` tensor is written out and not selected from; ``has_residual``: its memory is not zero. A tensor
-that is not ``searched`` for a threshold has room for all its elements.
+threshold. A ``whole`` tensor is written out and not selected from; ``has_residual``: its memory is not zero. If
+``searched`` is false, the output must have room for every element.
 
 The coefficients are those of :class:`psclient.compress.method.Recurrence`."""
 
@@ -55,11 +55,11 @@ class Passed(NamedTuple):
     """The entries that a pass has taken, ascending over all tensors, and counts a row.
 
     Attributes:
-        offsets: int64, counted from the table's base; ``None`` where every element from there on, up to the last, is
+        offsets: int64, counted from the table's base; ``None`` if every element from there on, up to the last, is
             taken.
         values: fp32, the memory's values before.
         above: entries above the threshold, of each row.
-        taken: of these the ones that were taken: fewer where there was no room.
+        taken: of these the ones that were taken: fewer if there was no room.
         excess: what the magnitudes above the threshold exceed it by, summed, of each row.
     """
 
@@ -109,7 +109,7 @@ def update(
         pieces: of the rows' sizes, with room for the entries.
         clip: a factor of all gradients.
         memory: residuals of all tensors, end to end; changed.
-        momentum: laid out as the memory; changed where a row has a ``factor``.
+        momentum: laid out as the memory; changed if a row has a ``factor``.
         whole: of the tensors that are sent whole, laid out as the memory from ``base`` on; changed.
         base: from which entries are counted.
     """

@@ -29,7 +29,7 @@ class GradientUpdate:
 
     Attributes:
         gradient: ``g``, ``[n]``, floating point, on the memory's device.
-        parameters: ``θ``, ``[n]``, floating point; ``None`` where ``decay`` is 0.
+        parameters: ``θ``, ``[n]``, floating point; ``None`` if ``decay`` is 0.
         momentum: ``u``, fp32 ``[n]``, changed in place.
     """
 
@@ -71,7 +71,7 @@ class Kernels(Protocol):
         """Return sum and largest of ``|x|``; ``(0, 0)`` of an empty tensor."""
 
     def subtract_at(self, x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> bool:
-        """``x[offsets] −= values``; offsets int64, each once. False, and nothing is changed, where fp32 has no result.
+        """``x[offsets] −= values``; offsets int64, each once. False, and nothing is changed, if fp32 has no result.
 
         Only values above :data:`LARGE` make the kernel look at the results before.
         """

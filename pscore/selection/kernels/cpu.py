@@ -49,7 +49,7 @@ def magnitude(x: torch.Tensor) -> tuple[float, float]:
 
 
 def subtract_at(x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> bool:
-    """``x[offsets] −= values``, where fp32 has the results; on one thread, because memory is the limit."""
+    """``x[offsets] −= values``, if fp32 has the results; on one thread, because memory is the limit."""
     return bool(cpu_loops.subtract_at(x.numpy(), offsets.numpy(), values.numpy(), np.float32(LARGE)))
 
 

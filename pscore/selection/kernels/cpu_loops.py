@@ -84,7 +84,7 @@ def magnitude(x):
 
 @compiled
 def subtract_at(x, offsets, values, large):
-    """``x[offsets] −= values``; False, with nothing changed, where a value above ``large`` would make one infinite."""
+    """``x[offsets] −= values``; False, with nothing changed, if a value above ``large`` would make one infinite."""
     largest = np.int32(0)
     for bits in values.view(np.int32):  # those of magnitudes have their order, and are compared in vector instructions
         largest = max(largest, bits & np.int32(0x7FFFFFFF))

@@ -1,6 +1,6 @@
-"""The selection kernels in plain torch operations, on any device, and of numpy where these are faster on the host.
+"""The selection kernels in plain torch operations, on any device, and of numpy if these are faster on the host.
 
-They define the bits of the fast kernels, serve small tensors, and stand in where Triton is missing. Every product and
+They define the bits of the fast kernels, serve small tensors, and stand in if Triton is missing. Every product and
 every sum is rounded by itself (no fused multiply-add), so that all backends agree.
 """
 
@@ -66,7 +66,7 @@ def magnitude(x: torch.Tensor) -> tuple[float, float]:
 
 
 def subtract_at(x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> bool:
-    """``x[offsets] −= values``, where fp32 has the results."""
+    """``x[offsets] −= values``, if fp32 has the results."""
     left = x[offsets] - values
     if is_large(values) and not bool(left.isfinite().all()):
         return False
