@@ -6,12 +6,10 @@ from pscore.wire.errors import ErrorCode, Rejected
 
 
 class DrainGate:
-    """Counts the calls that may change the shard, and refuses new changes while ``is_closed``, set from any thread.
+    """Counts the calls inside its context, and refuses new changes while ``is_closed``, set from any thread.
 
-    A call is counted while the call is in the gate's context.
-
-    A call is counted before the call asks whether the gate is open. So once the gate is closed and the count has
-    reached zero, no worker changes the shard any more.
+    A caller enters before it asks whether the gate is open. So once the gate is closed and the count is zero, no
+    worker changes the shard any more.
     """
 
     def __init__(self) -> None:

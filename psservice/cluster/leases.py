@@ -182,7 +182,7 @@ class Leases:
             return len(self._members)
 
     def pace(self, member: Member) -> Pace | None:
-        """Compare a member's clock with those of the other live ones that train; ``None`` where there is no other."""
+        """Compare a member's clock with those of the other live ones that train; ``None`` if there is no other."""
         with self._lock:
             self._drop_ended(self.clock())
             others = [other for other in self._members.values() if other is not member and not other.worker.wait]

@@ -17,7 +17,7 @@ class Member:
         worker: what the journal knows of it.
         clock_moved: when the worker last pushed, or joined.
         interval_seconds: mean time between the worker's pushes; 0 before the second.
-        first_batches: fingerprint of the worker's first batches; 0 where the worker has not sent one.
+        first_batches: fingerprint of the worker's first batches; 0 if the worker has not sent one.
         batches_told: when the worker first sent that fingerprint.
         has_no_samples: the last lease of samples was empty and the worker holds none: rounds close without the worker.
     """

@@ -20,7 +20,7 @@ class InitialModel:
     """The model that a run begins with: tensors by name and, from another run, the counts and memories of that.
 
     Attributes:
-        memories: of the update rules of all shards before; none where there was no run.
+        memories: of the update rules of all shards before; none if there was no run.
         layout: by which the memories are cut.
         buffer_weight: how many contributions the averages of the buffers stand for.
     """
@@ -57,7 +57,7 @@ def fit(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return the file's parameters laid flat (fp32 ``[n]``) and its buffers, both in a worker's order.
 
-    Raises :class:`Rejected` (``FINGERPRINT_MISMATCH``) where file and model have other tensors.
+    Raises :class:`Rejected` (``FINGERPRINT_MISMATCH``) if file and model have other tensors.
     """
 
     def mismatch(message: str, tensor: str) -> Rejected:

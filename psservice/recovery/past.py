@@ -56,7 +56,7 @@ class Past:
     def replay(self, to_version: int | None = None) -> Iterator[int]:
         """Replay the records one by one, and yield the version after each.
 
-        Raises :class:`StorageError` where the version is not covered, and :class:`RecordError` where a record cannot be
+        Raises :class:`StorageError` if the version is not covered, and :class:`RecordError` if a record cannot be
         applied: the model may then have half of it.
         """
         if to_version is None or to_version > self.model.version:
@@ -120,7 +120,7 @@ class Past:
     def _newest_changes(self, records: Iterator[JournalRecord], version: int, room: int) -> ChangeLog:
         """Return the changes of the last pushes of a segment, ending in ``version``, within ``room`` entries.
 
-        Raises ``ValueError`` where the versions do not follow one another.
+        Raises ``ValueError`` if the versions do not follow one another.
         """
         newest = ChangeLog(self.model.span.length, room)
         last: tuple[int, ChangedIndices] | None = None

@@ -34,7 +34,7 @@ def replay_to(
 ) -> Past:
     """Replay a shard to a version (of its newest history that had it), to a checkpoint, or to the end.
 
-    Raises :class:`StorageError` where that is not kept, or is damaged.
+    Raises :class:`StorageError` if that is not kept, or is damaged.
     """
     if version is None and not checkpoint:
         newest = newest_source(directory, files)

@@ -106,9 +106,9 @@ class Call:
         wait_seconds: how long the answer may wait for a condition (:mod:`psservice.awaiting`).
         wait_end: when that time is over (``time.monotonic``), 0 before it has begun; set by the dispatcher.
         is_late: whether that time is over; set by the dispatcher.
-        finish: waits until the answer may be sent; ``None`` where it may be at once.
+        finish: waits until the answer may be sent; ``None`` if it may be at once.
         reservation: the memory that a request of several messages occupies, until :meth:`release`.
-        raw: the messages of the stream as they came, where an empty list is set.
+        raw: the messages of the stream as they came, if an empty list is set.
         received_bytes: of all messages so far, as gRPC frames them.
         arrived_nanoseconds: when the message that the handler works on arrived (``perf_counter_ns``).
         values: of the message that the handler works on, as :func:`pscore.wire.dense.split_values` returns them.

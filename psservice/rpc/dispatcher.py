@@ -136,7 +136,7 @@ class Dispatcher:
             raise asyncio.CancelledError from None
 
     async def _serve_or_refuse(self, rpc: str, handler: Handler, context: Any) -> None:
-        """Serve a call; end one that fails with its status, later where its caller makes many of them."""
+        """Serve a call; end one that fails with its status, later if its caller makes many of them."""
         opened: OpenCall | None = None
         wait = 0.0
         try:
@@ -410,9 +410,9 @@ class Dispatcher:
         return None if raw is grpc.aio.EOF else raw
 
     async def _read_idle(self, opened: OpenCall) -> bytes | None:
-        """Return the first message of a stream's next request, for which a worker with a lease has any time.
+        """Wait for the stream's next request, without a time limit while the worker has a lease.
 
-        A worker has one idle stream for each call: a stream that an older connection has left gives way.
+        A newer stream of the same worker and call ends the older one.
         """
         identity = opened.call.identity
         if identity is None:

@@ -33,7 +33,7 @@ _RETRY_SECONDS = 0.5
 
 
 def default_limit(elements: int) -> int:
-    """Return the bytes of all calls of a kind where ``--inflight-bytes`` names none: eight times the shard's in fp32.
+    """Return the bytes of all calls of a kind if ``--inflight-bytes`` names none: eight times the shard's in fp32.
 
     That is one push of every element and small ones beside it, or eight replies of every element.
     """

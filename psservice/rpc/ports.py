@@ -67,7 +67,7 @@ def bind_port(host: str, port: int, bind: Callable[[int], Result], named: Collec
 
 
 def hold_port(host: str, port: int) -> socket.socket:
-    """Bind a port until the socket is closed; raises ``OSError`` where it is taken."""
+    """Bind a port until the socket is closed; raises ``OSError`` if it is taken."""
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
@@ -95,7 +95,7 @@ async def open_port(
 ) -> tuple[grpc.aio.Server, int]:
     """Start a gRPC server at ``HOST:PORT``, in plaintext without credentials; return it with the port's number.
 
-    Raises ``RuntimeError`` where the address cannot be bound.
+    Raises ``RuntimeError`` if the address cannot be bound.
     """
     most = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)  # the other half is for files
     server = grpc.aio.server(options=[*OPTIONS, ("grpc.max_allowed_incoming_connections", most)])

@@ -11,7 +11,7 @@ from psservice.awaiting import NotYetError
 from psservice.rpc.calls import Answer, Call, LastStep, StreamReader, parse
 
 Answers: TypeAlias = tuple[list[bytes], Generator[Any, None, None] | None]
-"""Serialized answers, and those that :func:`more` serializes; ``None`` where no more follow."""
+"""Serialized answers, and those that :func:`more` serializes; ``None`` if no more follow."""
 
 _ANSWER_BYTES = 1 << 20  # of messages that are written in one piece of work
 

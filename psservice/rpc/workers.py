@@ -396,7 +396,7 @@ def read_upload(
 
     ``open_upload`` checks the header and returns the upload that the call continues; ``values`` returns the value bytes
     that are not in the message itself; ``written`` is called when the upload has what a message brought. Raises
-    :class:`Rejected` where the stream breaks the form, or the commit does not agree.
+    :class:`Rejected` if the stream breaks the form, or the commit does not agree.
     """
     header = header_of((yield), "an upload")
     upload = open_upload(header)

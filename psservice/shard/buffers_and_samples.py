@@ -13,7 +13,7 @@ from psservice.types import Identity
 
 
 def open_exchange(shard: Shard, identity: Identity, generation: int) -> BufferAverage:
-    """Return the buffers for an exchange at its header; raises :class:`Rejected` where there will be none."""
+    """Return the buffers for an exchange at its header; raises :class:`Rejected` if there will be none."""
     shard.drain_gate.require_open()
     return _require_buffers(shard, identity, generation)
 

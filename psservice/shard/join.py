@@ -158,7 +158,7 @@ def _refuse(ours: pb.ModelLayout, theirs: pb.ModelLayout) -> None:
 class JoinLayouts:
     """Compares the layouts of joining workers with the run's before anything is made of them; from any thread.
 
-    A layout may have tens of thousands of tensors: a join costs one comparison of bytes, and a walk where they differ.
+    A layout may have tens of thousands of tensors: a join costs one comparison of bytes, and a walk if they differ.
     """
 
     def __init__(self, shard: Shard) -> None:
@@ -166,7 +166,7 @@ class JoinLayouts:
         self._known: tuple[ModelLayout, pb.ModelLayout, bytes] | None = None
 
     def read(self, identity: Identity, message: pb.ModelLayout) -> ModelLayout:
-        """Return the run's layout where a worker brings the same, or the worker's where that may become the run's.
+        """Return the run's layout if a worker brings the same, or the worker's if that may become the run's.
 
         Raises :class:`Rejected` (``FINGERPRINT_MISMATCH``, with the first tensor that differs; ``BAD_REQUEST``).
         """

@@ -112,7 +112,7 @@ def close_rounds_after_leave(shard: Shard) -> None:
 
 
 def close_due_rounds(shard: Shard) -> None:
-    """Close the round where it is due, from any thread."""
+    """Close the round if it is due, from any thread."""
     synchronizer = shard.synchronizer
     if synchronizer is None or not synchronizer.is_due():
         return
@@ -151,7 +151,7 @@ def _end(shard: Shard, by: tuple[Identity, int] | None = None) -> None:
 
     ``by`` is the push that has ended it: its worker and step.
 
-    Where the run has ended and that model could not be written, write it again: a full disk may have room by now.
+    If the run has ended and that model could not be written, write it again: a full disk may have room by now.
     """
     synchronizer = shard.require_synchronizer(None)
     model = synchronizer.model

@@ -42,7 +42,7 @@ def pull(
 
 
 def _link_class(bytes_per_second: float) -> float:
-    """Round the rate of a link to a power of 4; 0 where it is not known. Workers of one class share replies."""
+    """Round the rate of a link to a power of 4; 0 if it is not known. Workers of one class share replies."""
     if not 1 <= bytes_per_second < math.inf:
         return 0.0
     return 4.0 ** round(math.log(bytes_per_second, 4))

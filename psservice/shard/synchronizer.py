@@ -29,7 +29,7 @@ class Synchronizer:
     """Asynchronous training: every push is applied as it comes. The subclasses override what differs.
 
     :meth:`require_acceptable`, :meth:`close_if_due` and :meth:`close` run on the apply thread. A refusal is
-    ``ROUND_OPEN`` where a worker has to wait for a round, else ``BAD_REQUEST`` or ``NOT_DURABLE``.
+    ``ROUND_OPEN`` if a worker has to wait for a round, else ``BAD_REQUEST`` or ``NOT_DURABLE``.
     """
 
     model: ModelShard
@@ -143,7 +143,7 @@ class WagmaSynchronizer(Synchronizer):
         return replica.model, base_version
 
     def _enter(self, identity: Identity) -> None:
-        """Remove dead workers, enter this one, and raise :class:`Rejected` (``ROUND_OPEN``) where its round is open."""
+        """Remove dead workers, enter this one, and raise :class:`Rejected` (``ROUND_OPEN``) if its round is open."""
         model, live = self.model, self.leases.identities()
         for worker, replica in [*model.replicas.items()]:
             if Identity(worker, replica.incarnation) not in live:

@@ -177,7 +177,7 @@ class Uploads:
             raise Rejected(
                 ErrorCode.BAD_REQUEST,
                 f"generation_seen is of epoch {epoch(generation_seen)}; it must be 0 to {_MOST_EPOCH_SEEN}, or shard 0 "
-                "must know it. Where a shard really has such a model, restart all shards together, empty",
+                "must know it. If a shard really has such a model, restart all shards together, empty",
             )
 
     def require_grant(self, identity: Identity, generation: int) -> None:
@@ -193,7 +193,7 @@ class Uploads:
             grant.share, grant.moved = share, self._leases.clock()
 
     def progress(self) -> pb.ModelProgress | None:
-        """Return the upload's progress; ``None`` where no worker uploads."""
+        """Return the upload's progress; ``None`` if no worker uploads."""
         grant = self._grant
         if grant is None or not self._is_active(grant):
             return None

@@ -51,7 +51,7 @@ class Run:
         return RunState.TRAINING if self.state is RunState.EMPTY else self.state
 
     def require_id(self, run_id: str, *, may_be_empty: bool = False) -> None:
-        """Raise :class:`Rejected` (``RUN_MISMATCH``) where a caller names another run than one that is known here."""
+        """Raise :class:`Rejected` (``RUN_MISMATCH``) if a caller names another run than one that is known here."""
         if (may_be_empty and not run_id) or (self._adopts and not self.run_id):
             return
         if run_id != self.run_id:
@@ -61,7 +61,7 @@ class Run:
             )
 
     def require_upload(self, run_id: str) -> None:
-        """Raise :class:`Rejected` (``RUN_MISMATCH``) where an upload names a run that this shard may not adopt."""
+        """Raise :class:`Rejected` (``RUN_MISMATCH``) if an upload names a run that this shard may not adopt."""
         if not self._adopts:
             self.require_id(run_id)
 
@@ -74,7 +74,7 @@ class Run:
         self.method, self.method_settings = method, dict(settings)
 
     def require_method(self, method: str, settings: Mapping[str, str]) -> None:
-        """Raise :class:`Rejected` (``SETTINGS_MISMATCH``) where a worker trains otherwise than the run."""
+        """Raise :class:`Rejected` (``SETTINGS_MISMATCH``) if a worker trains otherwise than the run."""
         if method != self.method:
             raise Rejected(
                 ErrorCode.SETTINGS_MISMATCH,
@@ -91,7 +91,7 @@ class Run:
                 )
 
     def require_open(self) -> None:
-        """Raise :class:`Rejected` (``RUN_FINISHED``) where the run is over."""
+        """Raise :class:`Rejected` (``RUN_FINISHED``) if the run is over."""
         if self.is_finished:
             raise Rejected(ErrorCode.RUN_FINISHED, f"run {self.run_id!r} is over")
 

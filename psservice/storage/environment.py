@@ -24,7 +24,7 @@ class Environment:
     is_threaded: bool = True
 
     def start(self, target: Callable[[], None], name: str) -> threading.Thread | None:
-        """Start a daemon thread, or nothing where there are no threads."""
+        """Start a daemon thread, or nothing if there are no threads."""
         if not self.is_threaded:
             return None
         thread = threading.Thread(target=target, name=name, daemon=True)

@@ -31,8 +31,8 @@ class Place(NamedTuple):
     """Which file a name stands for: a copy of the file has another place, the same file after a reboot has not.
 
     Attributes:
-        inode: 0 where it is not known.
-        born_nanoseconds: when the file was created, Unix time; 0 where the file system does not say.
+        inode: 0 if it is not known.
+        born_nanoseconds: when the file was created, Unix time; 0 if the file system does not say.
     """
 
     inode: int = 0
@@ -53,7 +53,7 @@ class OpenFile:
         self._descriptor = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def lock(self) -> None:
-        """Lock the file against other processes; raises ``OSError`` where one has the lock."""
+        """Lock the file against other processes; raises ``OSError`` if one has the lock."""
         fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def append(self, parts: Sequence[bytes]) -> None:
@@ -104,7 +104,7 @@ class Files:
         return path.open("rb")
 
     def list(self, directory: Path) -> list[str]:
-        """Return the names in a directory in order; none where there is no directory."""
+        """Return the names in a directory in order; none if there is no directory."""
         return sorted(os.listdir(directory)) if directory.is_dir() else []
 
     def make_directory(self, path: Path) -> None:
@@ -152,7 +152,7 @@ class Files:
         return Place(path.stat().st_ino, _birth_nanoseconds(path))
 
     def boot_id(self) -> str:
-        """Return a value that changes when the machine is started anew; empty where that is not known."""
+        """Return a value that changes when the machine is started anew; empty if that is not known."""
         try:
             return _BOOT_ID.read_text().strip()
         except OSError:
@@ -163,7 +163,7 @@ DISK = Files()
 
 
 def _birth_nanoseconds(path: Path) -> int:
-    """Return when a file was created, which no program can set; 0 where file system or C library do not say."""
+    """Return when a file was created, which no program can set; 0 if file system or C library do not say."""
     found = ctypes.create_string_buffer(_STATX_BYTES)
     try:
         failed = ctypes.CDLL(None).statx(_AT_FDCWD, os.fsencode(path), 0, _STATX_BTIME, found)

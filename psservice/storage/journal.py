@@ -52,9 +52,9 @@ def segment_numbers(files: Files, directory: Path) -> list[int]:
 
 
 class Journal:
-    """Appends records to numbered segments; raises ``OSError`` where the first segment cannot be begun.
+    """Appends records to numbered segments; raises ``OSError`` if the first segment cannot be begun.
 
-    Every method but :meth:`cut_before` raises :class:`StorageError` where a record cannot be made durable.
+    Every method but :meth:`cut_before` raises :class:`StorageError` if a record cannot be made durable.
 
     Args:
         number: of the first segment; its file must not exist.
@@ -268,7 +268,10 @@ class Journal:
             raise StorageError(self.broken)
 
     def _set_healthy(self, healthy: bool, why: str = "") -> None:
-        """Note a change, for :meth:`_tell`; log it once a minute: a small record may fit where the next does not."""
+        """Note a change, for :meth:`_tell`; log at most once a minute.
+
+        On a nearly full disk the health flips with each record's size.
+        """
         now = self._environment.monotonic()
         if healthy and self._complained:
             self._untold.append(partial(log.warning, "records can be written down again: pushes are taken"))
@@ -287,7 +290,7 @@ class SegmentReader:
 
     Attributes:
         valid_bytes: up to the end of the last record that was read.
-        torn: why reading ended before the end of the file; ``None`` where it did not.
+        torn: why reading ended before the end of the file; ``None`` if it did not.
     """
 
     def __init__(self, path: Path, files: Files = DISK) -> None:
@@ -299,8 +302,8 @@ class SegmentReader:
     def records(self) -> Iterator[Record]:
         """Yield the records up to the end or a torn tail.
 
-        Raises :class:`DamagedError` where others follow a record that does not check, ``OtherReleaseError`` where the
-        file has another form, :class:`StorageError` where it cannot be read: a running server may have removed it.
+        Raises :class:`DamagedError` if others follow a record that does not check, ``OtherReleaseError`` if the
+        file has another form, :class:`StorageError` if it cannot be read: a running server may have removed it.
         """
         try:
             file = self._files.open(self.path)
@@ -331,7 +334,7 @@ class SegmentReader:
                 self.valid_bytes = record.end
 
     def salvage(self) -> Iterator[Record]:
-        """Yield the whole records behind the last record that was read; none where there is no file."""
+        """Yield the whole records behind the last record that was read; none if there is no file."""
         with suppress(OSError), self._files.open(self.path) as file:
             if self._has_mark(self._read_head(file)):
                 while (record := self._next_record(file)) is not None:

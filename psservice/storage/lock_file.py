@@ -2,8 +2,8 @@
 
 The journal alone cannot tell an unfinished record from one that was cut off, and a missing file leaves no trace. So
 the lock names the least that must be there. One ``pwrite`` of fewer bytes than a sector changes the file, so the death
-of a process leaves the old content or the new one. Not every change is forced to the disk: after the death of the
-machine the file may be older than the journal, and then asks for less.
+of a process leaves the old content or the new one. Not every change is forced to the disk: after a power cut
+the file may lag behind the journal. Recovery then demands less than was really acknowledged, never more.
 
 The file also names its own place on the disk. A copy has another place, which is how a start notices that the directory
 is a copy: the server of the original may have gone on after the copy was made.
@@ -31,8 +31,8 @@ class Watermark:
     """How far a directory was acknowledged, and under which promise.
 
     Attributes:
-        boot_id: of the machine's start in which ``appended`` holds; empty where that is not known.
-        fsync: mode of the journal; empty where no journal is kept.
+        boot_id: of the machine's start in which ``appended`` holds; empty if that is not known.
+        fsync: mode of the journal; empty if no journal is kept.
         segment: number of the journal's newest segment; 0 for none.
         appended: its bytes up to the end of the last record; they survive the death of the process.
         durable: its bytes that were forced to the disk; they survive the death of the machine.
@@ -60,7 +60,7 @@ class Watermark:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Watermark | None":
-        """Read a file's content; ``None`` where it does not check."""
+        """Read a file's content; ``None`` if it does not check."""
         form, crc = data[: _FORM.size], data[_FORM.size :]
         if len(form) != _FORM.size or crc != _CRC.pack(zlib.crc32(form)) or not form.startswith(_MAGIC):
             return None
@@ -70,7 +70,7 @@ class Watermark:
 
 
 def read_watermark(directory: Path, files: Files) -> Watermark | None:
-    """Read a directory's lock, also while a server has the lock; ``None`` where the file is missing or damaged.
+    """Read a directory's lock, also while a server has the lock; ``None`` if the file is missing or damaged.
 
     Raises :class:`~psservice.storage.formats.OtherReleaseError`.
     """
@@ -89,9 +89,9 @@ def is_copy(directory: Path, files: Files, watermark: Watermark) -> bool:
 
 
 class LockFile:
-    """Creates and locks a directory until :meth:`close`; :class:`StorageError` where another process has the lock.
+    """Creates and locks a directory until :meth:`close`; :class:`StorageError` if another process has the lock.
 
-    Thread-safe. ``watermark`` is ``None`` where the file is new or damaged.
+    Thread-safe. ``watermark`` is ``None`` if the file is new or damaged.
     """
 
     def __init__(self, directory: Path, files: Files) -> None:

@@ -27,7 +27,7 @@ class RecordError(StorageError):
 
 
 class RecoverySource:
-    """A snapshot, and the records behind it; raises :class:`StorageError` where the snapshot is damaged.
+    """A snapshot, and the records behind it; raises :class:`StorageError` if the snapshot is damaged.
 
     Args:
         kept: all snapshots of the shard's directory that can be read.
@@ -39,7 +39,7 @@ class RecoverySource:
 
     Attributes:
         tensors: the snapshot's.
-        until: the segment where another generation begins; ``None`` for none.
+        until: first segment of the next generation: its records do not belong to this snapshot. ``None`` for none.
         lost: whether something may be gone that was acknowledged: by damage, or in a torn tail that the death of the
             machine has left.
     """
@@ -126,7 +126,7 @@ class RecoverySource:
                 self._drop_tail(segment)
 
     def unfit(self, record: Record, error: Exception) -> RecordError:
-        """Return what to raise where the record that was read last cannot be applied."""
+        """Return what to raise if the record that was read last cannot be applied."""
         assert self._reading is not None
         return RecordError(self._reading.path, record, error)
 
@@ -191,9 +191,9 @@ def newest_source(
     repair: bool = False,
     unfit: RecordError | None = None,
 ) -> RecoverySource | None:
-    """Open the newest snapshot that is whole; return ``None`` where nothing was ever kept.
+    """Open the newest snapshot that is whole; return ``None`` if nothing was ever kept.
 
-    Raises :class:`StorageError` where there were snapshots and none is whole; if strict, also where the lock is gone,
+    Raises :class:`StorageError` if there were snapshots and none is whole; if strict, also if the lock is gone,
     or a damaged snapshot began another generation.
     """
     watermark = read_watermark(directory, files)  # first: while a server runs, the files only ever have more than that

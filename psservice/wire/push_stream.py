@@ -41,7 +41,7 @@ def read_all(reading: "Reading[Request, Result]", requests: Iterable[Request]) -
 
 
 def header_of(first: Any, what: str) -> Any:
-    """Return the header of a stream's first message; raises :class:`Rejected` (``BAD_REQUEST``) where it has none."""
+    """Return the header of a stream's first message; raises :class:`Rejected` (``BAD_REQUEST``) if it has none."""
     if first is None or not first.HasField("header"):
         raise Rejected(ErrorCode.BAD_REQUEST, f"{what} begins with its header")
     return first.header
@@ -62,7 +62,7 @@ def read_push(
 
     ``accept`` checks the header and returns the shard's span; ``clock`` tells when the message that is being read has
     arrived, ``values`` its value bytes that are not in the message itself. Returns header, the entries as one segment
-    or none, and when each group was whole, nanoseconds after the header. Raises :class:`Rejected` where the stream
+    or none, and when each group was whole, nanoseconds after the header. Raises :class:`Rejected` if the stream
     breaks the form, or is cut (``BAD_COMMIT``).
     """
     request = yield
@@ -91,7 +91,7 @@ def read_push(
 
 
 def plan_of(header: pb.PushHeader, span: Span) -> list[Span]:
-    """Return a push's groups; raises :class:`Rejected` (``BAD_REQUEST``) where they leave the span or overlap."""
+    """Return a push's groups; raises :class:`Rejected` (``BAD_REQUEST``) if they leave the span or overlap."""
     plan = [Span(group.start, group.start + group.length) for group in header.plan]
     for group in plan:
         if not (span.start <= group.start and group.end <= span.end):
