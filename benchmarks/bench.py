@@ -21,7 +21,6 @@ from benchmarks.peers import peers
 from benchmarks.sections import (
     accuracy,
     codecs,
-    load,
     memory,
     selection,
     server,
@@ -38,7 +37,6 @@ SECTIONS = {
         wire,
         server,
         memory,
-        load,
         peers,
         accuracy,
         pairs,

@@ -22,7 +22,6 @@ BUDGETS = {
     "wire": Budget(6, 20),
     "server": Budget(8, 90),
     "memory": Budget(10, 100),
-    "load": Budget(10, 180),
     "peers": Budget(13, 120),
     "accuracy": Budget(1, 315),
     "base": Budget(240, 3600),

@@ -1,13 +1,13 @@
 """What load generators replay, and how pushes at the edge of a window count."""
 
+import numpy as np
 import psutil
 import pytest
 
 from benchmarks.harness.generators import Generators, push_share
 from benchmarks.harness.load_generator import read_frames, write_frames
-from benchmarks.sections.load import write_push
-from benchmarks.workload.layouts import one_tensor
-from benchmarks.workload.raw_worker import RawWorker
+from benchmarks.workload.layouts import noise_push, one_tensor
+from benchmarks.workload.raw_worker import RawWorker, join_request, push_messages
 from psclient import LocalServer
 
 
@@ -26,7 +26,8 @@ def test_a_push_that_the_window_cuts_counts_in_part(push, share):
 
 def test_replayed_pushes_are_applied_and_the_generators_end(tmp_path):
     layout = one_tensor(5_000)
-    path, _ = write_push(tmp_path, layout, 0.01, seed=0)
+    push, path = noise_push(layout, 0.01, 0, np.random.default_rng(0)), tmp_path / "push"
+    write_frames(path, [join_request(layout).SerializeToString(), *push_messages(layout, push, 1 << 20)])
     with LocalServer(down_mode="exact", buffers="none") as server:
         with RawWorker(server.addresses[0], layout, "uploader"):
             pass
