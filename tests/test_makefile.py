@@ -56,6 +56,8 @@ def test_the_smallest_form_of_a_target_gives_its_program_flags_that_it_knows(tar
             [sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=100
         )
         assert [flag for flag in flags if flag not in answer.stdout] == []
+        for chosen in re.findall(r"--only ([a-z ]+?)(?: --|$)", command):
+            assert set(chosen.split()) <= set(re.findall(r"[a-z_-]+", answer.stdout))
 
 
 def test_a_form_that_fails_fails_and_one_that_cannot_run_here_is_skipped(monkeypatch):

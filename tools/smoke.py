@@ -34,7 +34,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "format": ("SOURCES=tools",),
     "stubs": (),
     "references": (),
-    "bench": ("QUICK=1", f"ARGS=--only wire growth --output {OUT}/bench"),
+    "bench": ("QUICK=1", f"ARGS=--only wire --output {OUT}/bench"),
     "gpu": ("ARGS=--plan",),
     "scale": (f"ARGS=--smoke --output {OUT}/scale",),
     "compare": (f"ARGS=--smoke --output {OUT}/compare",),
