@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
+
 from pscore.telemetry import tracing
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.awaiting import NotYetError
@@ -43,6 +45,7 @@ class ApplyThread:
         self.failed = self.held = self._closed = False
         self._closing = threading.Lock()
         self._whole_changes = _WholeChanges(self)
+        self._compute_threads = torch.get_num_threads()
         self._thread = environment.start(self._work, "apply-thread")
 
     def submit(self, job: Callable[[], Result]) -> "Future[Result]":
@@ -114,6 +117,7 @@ class ApplyThread:
             self._thread.join()
 
     def _work(self) -> None:
+        torch.set_num_threads(self._compute_threads)  # whatever the first thread that computed has set for later ones
         while (entry := self._jobs.get()) is not None:
             job, future, submitted = entry
             self._waited(time.perf_counter() - submitted)

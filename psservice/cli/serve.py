@@ -55,7 +55,8 @@ def _serve_shard(settings: "ServerSettings", health: "SharedHealth | None" = Non
         logging.configure(settings.log_level, settings.log_format, settings.shard_index)
     command = f"serve: shard {settings.shard_index}" if health else "serve"
     try:
-        Server(settings, health).run()
+        with logging.in_thread():
+            Server(settings, health).run()
     except (StartError, ModelFileError) as error:
         return failed(command, error)
     except ShardFailedError as error:

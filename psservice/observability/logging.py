@@ -1,8 +1,11 @@
 """Structured logs: one JSON object a line, or readable text."""
 
 import logging
+import queue
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any
@@ -13,6 +16,8 @@ from pscore.names import escaped
 
 log = logging.getLogger("psservice")
 
+_MOST_LINES = 10_000
+_LAST_LINES_SECONDS = 2.0
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 _RENAMED = {"asctime": "time", "levelname": "level"}
 
@@ -64,6 +69,46 @@ def configure(level: str, form: str, shard: int | None = None) -> None:
     sys.excepthook = _uncaught
     threading.excepthook = lambda failed: _log_uncaught(failed.exc_type, failed.exc_value, failed.exc_traceback)
     sys.unraisablehook = lambda failed: _log_uncaught(failed.exc_type, failed.exc_value, failed.exc_traceback)
+
+
+class _LineThread(logging.Handler):
+    """Hands lines to a thread that writes them with another handler; further lines are dropped while many wait."""
+
+    def __init__(self, handler: logging.Handler) -> None:
+        super().__init__()
+        self._handler = handler
+        self._lines: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._lines.qsize() < _MOST_LINES:
+            record.msg, record.args = record.getMessage(), None  # what the line is about may change
+            self._lines.put(record)
+
+    def close(self) -> None:
+        """Write what waits, as far as that takes no long time."""
+        self._lines.put(None)
+        self._thread.join(_LAST_LINES_SECONDS)
+        super().close()
+
+    def _write(self) -> None:
+        while (record := self._lines.get()) is not None:
+            self._handler.handle(record)
+
+
+@contextmanager
+def in_thread() -> Iterator[None]:
+    """Have a thread write all lines meanwhile, so that who logs waits for no terminal, pipe or disk."""
+    root = logging.getLogger()
+    handlers = root.handlers
+    root.handlers = [_LineThread(handler) for handler in handlers]
+    try:
+        yield
+    finally:
+        threads, root.handlers = root.handlers, handlers
+        for each in threads:
+            each.close()
 
 
 def _uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

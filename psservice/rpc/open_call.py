@@ -9,6 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 from pscore.telemetry import tracing
 from pscore.wire.errors import Rejected
 from psservice.rpc.calls import Call, Lane, Rule
@@ -23,10 +25,14 @@ class StalledError(Exception):
 
 
 class Pool:
-    """A lane's threads; ``at_work`` counts the lane's requests that are at work or wait for a thread."""
+    """A lane's threads; ``at_work`` counts the lane's requests that are at work or wait for a thread.
+
+    torch computes in each of these threads alone: otherwise each would bring a team of OpenMP's threads.
+    """
 
     def __init__(self, lane: Lane, threads: int) -> None:
-        self._threads, self.at_work = ThreadPoolExecutor(threads, f"rpc-{lane.value}"), 0
+        self._threads = ThreadPoolExecutor(threads, f"rpc-{lane.value}", torch.set_num_threads, (1,))
+        self.at_work = 0
 
     def submit(self, job: Callable[[], Result]) -> "Future[Result]":
         """Queue a job, and return its future."""

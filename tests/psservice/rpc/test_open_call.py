@@ -6,8 +6,10 @@ import threading
 import time
 
 import pytest
+import torch
 
 from pscore.wire.errors import ErrorCode, Rejected
+from psservice.apply_thread import ApplyThread
 from psservice.rpc.auth import ANONYMOUS_ADMIN
 from psservice.rpc.calls import RULES, Call, Lane
 from psservice.rpc.open_call import OpenCall, Pool, StalledError
@@ -109,3 +111,20 @@ def test_an_error_of_work_whose_client_has_gone_is_logged_unless_it_is_an_answer
 
     in_a_call(body)
     assert [record.getMessage() for record in caplog.records] == ["internal error"] * lines
+
+
+def test_torch_computes_alone_in_a_lanes_threads_and_with_all_threads_on_the_apply_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    pool = Pool(Lane.WORK, 2)
+    try:
+        together = threading.Barrier(2)
+        jobs = [pool.submit(lambda: (together.wait(30), torch.get_num_threads())[1]) for _ in range(2)]
+        assert [job.result(30) for job in jobs] == [1, 1]
+        apply_thread = ApplyThread()
+        assert apply_thread.run(torch.get_num_threads) == 3
+        apply_thread.close()
+        assert torch.get_num_threads() == 3
+    finally:
+        pool.close()
+        torch.set_num_threads(before)
