@@ -210,25 +210,6 @@ class RefusedError(SparsepsError, RuntimeError):
         self.reason = refusal.reason.name
 
 
-class UpdateTooLargeError(RefusedError):
-    """The L2 norm of this step's update is above ``--max-update-norm``; its payload is back in the residual.
-
-    Attributes:
-        norm: of the update at the shard that refused it.
-        limit: the server's.
-    """
-
-    def __init__(self, refusal: Rejected) -> None:
-        super().__init__(refusal)
-        self.norm = float(refusal.metadata.get("norm", "nan"))
-        self.limit = float(refusal.metadata.get("max_update_norm", "nan"))
-        self.args = (
-            f"the server refused this step's update: {refusal.detail}. It was not applied and is back in the residual, "
-            "so the next one holds it too: lower the learning rate, clip gradients, or raise --max-update-norm; "
-            "optimizer.state.clear() drops what is held",
-        )
-
-
 class NonFiniteGradientError(SparsepsError, FloatingPointError):
     """A gradient is infinite or not a number; nothing was sent.
 
@@ -401,8 +382,6 @@ def from_refusal(refusal: Rejected) -> SparsepsError:
         return _KINDS[reason](text)
     if reason is ErrorCode.WORKER_ALIVE:
         return WorkerAliveError(f"{refusal.detail}; {_NAME_ANEW}")
-    if reason is ErrorCode.UPDATE_TOO_LARGE:
-        return UpdateTooLargeError(refusal)
     if reason is not ErrorCode.FINGERPRINT_MISMATCH:
         return RefusedError(refusal)
     if _UNNAMED.search(refusal.detail):

@@ -22,8 +22,6 @@ class StepReport:
         version: the coordinator's version afterwards.
         staleness: pushes of others between the replica and this push, on the worst shard; with overlap, known when
             the next step ends.
-        applied_scale: what the server has multiplied the push by, because of its staleness or this worker's speed; the
-            least over the shards; with overlap, known when the next step ends.
         push_bytes: message bytes sent in the push.
         pull_bytes: message bytes received in the pull.
         buffer_bytes: message bytes of an exchange of buffers, both ways.
@@ -44,7 +42,6 @@ class StepReport:
     step: int
     version: int = 0
     staleness: int = 0
-    applied_scale: float = 1.0
     push_bytes: int = 0
     pull_bytes: int = 0
     buffer_bytes: int = 0

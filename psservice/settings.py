@@ -116,12 +116,7 @@ class ServerSettings(LayeredSettings):
 
     max_staleness: int = setting(0, "refuse staler pushes, which return to the residual; 0 for no limit", ge=0)
     ssp_bound: int = setting(0, "pushes that a worker may be ahead of the slowest live one; 0 for no bound", ge=0)
-    staleness_step: Literal["fixed", "adaptive"] = setting(
-        "fixed", "adaptive multiplies a push by (W - 1) / staleness, for W live workers and a staleness above W - 1"
-    )
-    rescale_speed: bool = setting(False, "multiply each push by its worker's time between pushes over the mean")
     delay_compensation: float = setting(0.0, "lambda of DC-ASGD (paper: 0.04); 0: none", ge=0, allow_inf_nan=False)
-    max_update_norm: float = setting(0.0, "refuse pushes of a greater L2 norm; 0: no limit", ge=0, allow_inf_nan=False)
 
     lease_seconds: float = setting(
         15.0, "time after which a worker's lease ends without renewal", ge=0.5, le=LONGEST_SECONDS

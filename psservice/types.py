@@ -18,4 +18,3 @@ class PushAnswer:
     version: int
     staleness: int
     apply_nanoseconds: int = field(compare=False)
-    applied_scale: float = 1.0

@@ -629,7 +629,6 @@ class Engine:
             self.acknowledged_step = self.number
             report.version = report.version or outcome.answers[0].version  # a flush has no reply that tells it
             report.staleness = max(answer.staleness for answer in outcome.answers)
-            report.applied_scale = min(answer.applied_scale or 1.0 for answer in outcome.answers)
         if self.merged is not None and len(outcome.answers) == len(self._places):
             pairs = zip(self._places, self._shards, strict=True)
             self.merged.answered([(places, shard.group_bytes, shard.group_arrivals) for places, shard in pairs])

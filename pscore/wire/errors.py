@@ -50,7 +50,6 @@ class ErrorCode(Enum):
     TOO_STALE = ("ABORTED", "give the update back to the residual, pull, and go on")
     TOO_FAR_AHEAD = ("RESOURCE_EXHAUSTED", "come back after the delay; slower workers catch up meanwhile")
     ROUND_OPEN = ("RESOURCE_EXHAUSTED", "come back after the delay; the round waits for other workers")
-    UPDATE_TOO_LARGE = ("INVALID_ARGUMENT", "lower the learning rate or clip gradients, or raise --max-update-norm")
     DRAINING = ("UNAVAILABLE", "wait until the server is back, or until `psservice drain --undo`")
     EVICTED = ("PERMISSION_DENIED", "retry after the delay; an unanswered push is sent again under the same identity")
     NO_SUCH_WORKER = ("NOT_FOUND", "look at `psservice workers` for the names")

@@ -214,8 +214,8 @@ class ModelShard:
         return Overwritten(self.version + 1, changed_by(push), values)
 
     def _corrected(self, push: SparseSlice, context: PushContext) -> SparseSlice:
-        """Scale a push, and compensate its delay: ``p + (λ/lr)·p⊙p⊙(θ_now − θ_base)``, equation 5 of DC-ASGD."""
-        values = push.values if context.factor == 1 else push.values * context.factor
+        """Compensate a push's delay: ``p + (λ/lr)·p⊙p⊙(θ_now − θ_base)``, equation 5 of DC-ASGD."""
+        values = push.values
         if self._undo_log is not None and context.base_version is not None and context.learning_rate > 0:
             base = self._undo_log.at(self.theta, context.base_version, self.version, push.offsets)
             if base is not None:

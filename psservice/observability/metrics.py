@@ -19,7 +19,6 @@ from psservice.types import PushAnswer
 
 _STALENESS_BUCKETS = (0, *(1 << power for power in range(17)))  # to 65,536: SparsepsStalenessHigh asks for 32,768
 _SECONDS_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-_SCALE_BUCKETS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.5, 2.0, 5.0)
 _DENSITY_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 _COUNTED_CALLS = ("PushSparse", "PullDiff", "ExchangeBuffers")
@@ -92,9 +91,6 @@ class Metrics:
             "Workers whose update is in a synchronous round",
             buckets=_STALENESS_BUCKETS,
             registry=registry,
-        )
-        self.applied_scale = histogram(
-            "psservice_applied_scale", "Factor of each push for its staleness or speed", _SCALE_BUCKETS
         )
         self.apply_seconds = histogram(
             "psservice_apply_seconds",
@@ -222,7 +218,6 @@ class Metrics:
         if self._is_saved:
             self._is_saved = False
             self.unsaved_since_unix_seconds.set_to_current_time()
-        self.applied_scale.observe(answer.applied_scale)
         self.staleness.observe(answer.staleness)
         self.apply_seconds.observe(answer.apply_nanoseconds / 1e9)
 

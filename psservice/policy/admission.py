@@ -1,16 +1,10 @@
-"""Which pushes are admitted, by staleness, lead and norm; each rule is off at 0 (docs/reference/protocol.md)."""
+"""Which pushes are admitted, by staleness and lead; each rule is off at 0 (docs/reference/protocol.md)."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
-from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.awaiting import NotYetError
-
-_NORM_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +19,10 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The admission rules of a run: pushes of others since the base, the lead in pushes, the L2 norm."""
+    """The admission rules of a run: pushes of others since the base, and the lead in pushes."""
 
     max_staleness: int = 0
     ssp_bound: int = 0
-    max_update_norm: float = 0.0
 
     def require_fresh(self, staleness: int, *, in_rounds: bool = False) -> None:
         """Apply the cut-off, in synchronous training that of a closed round; raises ``Rejected`` (``TOO_STALE``)."""
@@ -54,24 +47,6 @@ class Admission:
                 lambda: (now := read_pace()) is None or _lead(now) <= self.ssp_bound,
                 worker=pace.slowest_worker,
                 ssp_bound=str(self.ssp_bound),
-            )
-
-    def norm(self, update: SparseSlice | None) -> float:
-        """Return the L2 norm of an update on the host, or 0 if there is no cap."""
-        if not self.max_update_norm or update is None:
-            return 0.0
-        values = update.values.numpy()  # in blocks, in numpy: stays on this thread, and squares do not overflow in fp64
-        blocks = (values[first : first + _NORM_BLOCK] for first in range(0, values.size, _NORM_BLOCK))
-        return math.sqrt(sum(float(np.square(block, dtype=np.float64).sum()) for block in blocks))
-
-    def require_small(self, norm: float) -> None:
-        """Apply the cap; raises :class:`Rejected` (``UPDATE_TOO_LARGE``)."""
-        if self.max_update_norm and norm > self.max_update_norm:
-            raise Rejected(
-                ErrorCode.UPDATE_TOO_LARGE,
-                f"the update's L2 norm is {norm:.6g}, at most {self.max_update_norm:g} is taken",
-                norm=repr(norm),
-                max_update_norm=repr(self.max_update_norm),
             )
 
 

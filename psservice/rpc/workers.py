@@ -227,7 +227,6 @@ class WorkerCalls:
                 repeated_push=repeated,
                 group_arrival_nanoseconds=arrivals,
                 apply_nanoseconds=answer.apply_nanoseconds,
-                applied_scale=answer.applied_scale,
                 live_workers=len(shard.leases),
                 run_state=RUN_STATES[shard.run.state],
             )

@@ -44,16 +44,15 @@ def prepare_push(
     may be sent after ``durability.records.wait``.
     """
     merged = merge(shard.span, sorted(segments, key=lambda segment: segment.span.start))
-    norm, finished = shard.admission.norm(merged), finished_of(header)
+    finished = finished_of(header)
     update, body = on_device(merged, shard.device), shard.durability.records.body(messages)
-    return lambda: _push(shard, header, update, norm, finished, body)
+    return lambda: _push(shard, header, update, finished, body)
 
 
 def _push(
     shard: Shard,
     header: pb.PushHeader,
     update: SparseSlice | None,
-    norm: float,
     finished: Mapping[str, Share],
     messages: Body,
 ) -> tuple[PushAnswer, bool]:
@@ -64,7 +63,7 @@ def _push(
         return known.answer, True
     if header.step < known.step:
         raise Rejected(ErrorCode.STEP_OUT_OF_ORDER, f"step {header.step} comes after step {known.step} was applied")
-    record = _decide(shard, member, header, norm, finished)
+    record = _decide(shard, member, header, finished)
     answer = shard.commit(record, update, messages)
     assert answer is not None
     member.last_step, member.staleness = header.step, answer.staleness
@@ -77,9 +76,7 @@ def _push(
     return answer, False
 
 
-def _decide(
-    shard: Shard, member: Member, header: pb.PushHeader, norm: float, finished: Mapping[str, Share]
-) -> rec.Pushed:
+def _decide(shard: Shard, member: Member, header: pb.PushHeader, finished: Mapping[str, Share]) -> rec.Pushed:
     """Admit a new push, and return its record; raises :class:`Rejected`. Nothing is changed but WAGMA's members."""
     identity, state = member.identity, shard.state
     shard.run.require_open()
@@ -95,11 +92,6 @@ def _decide(
     # A flush has no samples, and is the last chance of its entries.
     shard.admission.require_fresh(staleness, in_rounds=model.round is not None and header.samples > 0)
     _require_in_step(shard, member)
-    shard.admission.require_small(norm)
-    factor = 1.0
-    if shard.scaling.is_on and model.mode.is_asynchronous:
-        intervals = [other.interval_seconds for other in shard.leases.members()]
-        factor = shard.scaling.factor(staleness, member.interval_seconds, intervals)
     state.datasets.finish(identity, finished)
     return rec.Pushed(
         worker=worker_of(identity),
@@ -112,7 +104,6 @@ def _decide(
         finished=[rec.DatasetPlaces(dataset=name, places=places_of(share)) for name, share in finished.items()],
         version=model.version + 1,
         staleness=staleness,
-        factor=0.0 if factor == 1.0 else factor,
     )
 
 

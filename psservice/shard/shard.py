@@ -21,7 +21,6 @@ from psservice.model.topk import ImageBudget, TopKSettings
 from psservice.observability.metrics import Metrics
 from psservice.policy.admission import Admission
 from psservice.policy.reply_mode import ReplyRule
-from psservice.policy.staleness import StalenessScaling
 from psservice.recovery.durability import Durability
 from psservice.recovery.final_model import FinalModel, ModelCopy
 from psservice.settings import ServerSettings
@@ -66,10 +65,7 @@ class Shard:
             ServingClock(settings.lease_seconds / 4, environment.monotonic),
         )
         self.state = self.new_state()
-        self.admission = Admission(
-            settings.max_staleness, settings.ssp_bound if self.is_coordinator else 0, settings.max_update_norm
-        )
-        self.scaling = StalenessScaling(settings.staleness_step == "adaptive", settings.rescale_speed)
+        self.admission = Admission(settings.max_staleness, settings.ssp_bound if self.is_coordinator else 0)
         self.topk = TopKSettings(
             settings.down_density,
             settings.down_dense_below,

@@ -88,13 +88,11 @@ class ShardState:
                 f"it is version {record.version} of generation {record.generation}, and follows version "
                 f"{model.version} of {model.generation}"
             )
-        started, factor = time.perf_counter_ns(), record.factor or 1.0
-        context = PushContext(
-            factor, record.base_version, record.learning_rate, record.samples, tuple(record.group_rates)
-        )
+        started = time.perf_counter_ns()
+        context = PushContext(record.base_version, record.learning_rate, record.samples, tuple(record.group_rates))
         datasets = self.datasets.finish(identity, {each.dataset: share_of(each.places) for each in record.finished})
         model.take(identity.worker_id, update, context, record.step)
-        answer = PushAnswer(record.version, record.staleness, time.perf_counter_ns() - started, factor)
+        answer = PushAnswer(record.version, record.staleness, time.perf_counter_ns() - started)
         own = self.pushes.find(identity).own
         if model.round is None:
             own = own.noted(record.generation, record.base_version, record.version)

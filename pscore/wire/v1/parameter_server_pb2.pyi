@@ -398,8 +398,6 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     """The push is staler than the run allows: give it back to the residual, pull, go on."""
     REFUSAL_REASON_TOO_FAR_AHEAD: _RefusalReason.ValueType  # 25
     """The worker would be too many pushes ahead of the slowest live one; RetryInfo says when to come back."""
-    REFUSAL_REASON_UPDATE_TOO_LARGE: _RefusalReason.ValueType  # 26
-    """The L2 norm of the update is above the run's limit."""
     REFUSAL_REASON_ROUND_OPEN: _RefusalReason.ValueType  # 27
     """The worker has contributed to a round that waits for others; RetryInfo says when to ask again."""
     REFUSAL_REASON_EVICTED: _RefusalReason.ValueType  # 28
@@ -464,8 +462,6 @@ REFUSAL_REASON_TOO_STALE: RefusalReason.ValueType  # 24
 """The push is staler than the run allows: give it back to the residual, pull, go on."""
 REFUSAL_REASON_TOO_FAR_AHEAD: RefusalReason.ValueType  # 25
 """The worker would be too many pushes ahead of the slowest live one; RetryInfo says when to come back."""
-REFUSAL_REASON_UPDATE_TOO_LARGE: RefusalReason.ValueType  # 26
-"""The L2 norm of the update is above the run's limit."""
 REFUSAL_REASON_ROUND_OPEN: RefusalReason.ValueType  # 27
 """The worker has contributed to a round that waits for others; RetryInfo says when to ask again."""
 REFUSAL_REASON_EVICTED: RefusalReason.ValueType  # 28
@@ -1781,7 +1777,6 @@ class PushSparseResponse(_message.Message):
     APPLY_NANOSECONDS_FIELD_NUMBER: _builtins.int
     LIVE_WORKERS_FIELD_NUMBER: _builtins.int
     RUN_STATE_FIELD_NUMBER: _builtins.int
-    APPLIED_SCALE_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Version after it; in a synchronous round, the version that the round will make."""
     staleness: _builtins.int
@@ -1794,8 +1789,6 @@ class PushSparseResponse(_message.Message):
     """Workers alive."""
     run_state: Global___RunState.ValueType
     """Where the run is."""
-    applied_scale: _builtins.float
-    """What the server has multiplied the push by, because of its staleness or its worker's speed."""
     @_builtins.property
     def group_arrival_nanoseconds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """When each group of the plan had wholly arrived, nanoseconds after the header."""
@@ -1810,11 +1803,10 @@ class PushSparseResponse(_message.Message):
         apply_nanoseconds: _builtins.int = ...,
         live_workers: _builtins.int = ...,
         run_state: Global___RunState.ValueType = ...,
-        applied_scale: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_scale", b"applied_scale", "apply_nanoseconds", b"apply_nanoseconds", "group_arrival_nanoseconds", b"group_arrival_nanoseconds", "live_workers", b"live_workers", "repeated_push", b"repeated_push", "run_state", b"run_state", "staleness", b"staleness", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_nanoseconds", b"apply_nanoseconds", "group_arrival_nanoseconds", b"group_arrival_nanoseconds", "live_workers", b"live_workers", "repeated_push", b"repeated_push", "run_state", b"run_state", "staleness", b"staleness", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

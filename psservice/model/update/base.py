@@ -9,7 +9,6 @@ import torch
 
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
-from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model.changelog import ChangedIndices
 
 
@@ -45,23 +44,16 @@ class PushContext:
     """What the server knows of a push beside its entries.
 
     Attributes:
-        factor: by which the server multiplies the push.
         base_version: at which the gradient was computed; ``None`` if compensation is not wanted.
         learning_rate: in the push's values; 0 if unknown.
         samples: of the step; 0 for a flush, which no round counts.
         group_rates: learning rates for the rule's param groups; empty for those agreed.
     """
 
-    factor: float = 1.0
     base_version: int | None = None
     learning_rate: float = 0.0
     samples: int = 1
     group_rates: tuple[float, ...] = ()
-
-    @classmethod
-    def of(cls, header: pb.PushHeader, factor: float) -> "PushContext":
-        """Read a push's header."""
-        return cls(factor, header.base_version, header.learning_rate, header.samples, tuple(header.group_rates))
 
 
 PLAIN = PushContext()

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n psservice/state/v1/journal.proto\x12\x13sparseps.journal.v1\"0\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"5\n\x06Places\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\x04\x12\r\n\x05\x63ount\x18\x03 \x01(\x04\"M\n\rDatasetPlaces\x12\x0f\n\x07\x64\x61taset\x18\x01 \x01(\t\x12+\n\x06places\x18\x02 \x03(\x0b\x32\x1b.sparseps.journal.v1.Places\"\x94\x02\n\x06Pushed\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.sparseps.journal.v1.Worker\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x14\n\x0c\x62\x61se_version\x18\x04 \x01(\x04\x12\x0f\n\x07samples\x18\x05 \x01(\x04\x12\x15\n\rlearning_rate\x18\x06 \x01(\x01\x12\x13\n\x0bgroup_rates\x18\x07 \x03(\x01\x12\x34\n\x08\x66inished\x18\x08 \x03(\x0b\x32\".sparseps.journal.v1.DatasetPlaces\x12\x0f\n\x07version\x18\t \x01(\x04\x12\x11\n\tstaleness\x18\n \x01(\x04\x12\x0e\n\x06\x66\x61\x63tor\x18\x0b \x01(\x01\"}\n\x08\x41veraged\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.sparseps.journal.v1.Worker\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0f\n\x07samples\x18\x03 \x01(\x04\x12\x0f\n\x07\x62uffers\x18\x04 \x01(\x0c\x12\x14\n\x0clive_workers\x18\x05 \x01(\x04\"K\n\x06Joined\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.sparseps.journal.v1.Worker\x12\x14\n\x0cindex_codecs\x18\x02 \x03(\r\"3\n\x04Left\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.sparseps.journal.v1.Worker\"E\n\x06Waited\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.sparseps.journal.v1.Worker\x12\x0e\n\x06number\x18\x02 \x01(\x04\"6\n\x06\x46orgot\x12,\n\x07workers\x18\x01 \x03(\x0b\x32\x1b.sparseps.journal.v1.Worker\"\x1a\n\x08RunNamed\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\n\n\x08\x46inished\"\x1e\n\x0bRoundClosed\x12\x0f\n\x07version\x18\x01 \x01(\x04\"\xd3\x01\n\x0cGroupDecided\x12\x34\n\x04kind\x18\x01 \x01(\x0e\x32&.sparseps.journal.v1.GroupDecided.Kind\x12+\n\x06worker\x18\x02 \x01(\x0b\x32\x1b.sparseps.journal.v1.Worker\x12\x11\n\titeration\x18\x03 \x01(\x04\"M\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x0e\n\nKIND_ENTER\x10\x01\x12\x0e\n\nKIND_LEAVE\x10\x02\x12\x0f\n\x0bKIND_FREEZE\x10\x03\"A\n\x06Origin\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x12\n\ncheckpoint\x18\x03 \x01(\t\"\x88\x01\n\x07History\x12\x13\n\x0bshard_index\x18\x01 \x01(\r\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12,\n\x07origins\x18\x04 \x03(\x0b\x32\x1b.sparseps.journal.v1.Origin\x12\x15\n\rlost_versions\x18\x05 \x01(\x04\"8\n\x05Known\x12/\n\thistories\x18\x01 \x03(\x0b\x32\x1c.sparseps.journal.v1.History\"\x9c\x02\n\rSamplesLeased\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.sparseps.journal.v1.Worker\x12\x0f\n\x07\x64\x61taset\x18\x02 \x01(\t\x12\x0c\n\x04size\x18\x03 \x01(\x04\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x0f\n\x07shuffle\x18\x05 \x01(\x08\x12\x12\n\x05\x65poch\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12)\n\x04held\x18\x07 \x03(\x0b\x32\x1b.sparseps.journal.v1.Places\x12,\n\x07granted\x18\x08 \x03(\x0b\x32\x1b.sparseps.journal.v1.Places\x12)\n\x04gone\x18\t \x03(\x0b\x32\x1b.sparseps.journal.v1.WorkerB\x08\n\x06_epochb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n psservice/state/v1/journal.proto\x12\x13sparseps.journal.v1\"0\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"5\n\x06Places\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\x04\x12\r\n\x05\x63ount\x18\x03 \x01(\x04\"M\n\rDatasetPlaces\x12\x0f\n\x07\x64\x61taset\x18\x01 \x01(\t\x12+\n\x06places\x18\x02 \x03(\x0b\x32\x1b.sparseps.journal.v1.Places\"\x84\x02\n\x06Pushed\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.sparseps.journal.v1.Worker\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x14\n\x0c\x62\x61se_version\x18\x04 \x01(\x04\x12\x0f\n\x07samples\x18\x05 \x01(\x04\x12\x15\n\rlearning_rate\x18\x06 \x01(\x01\x12\x13\n\x0bgroup_rates\x18\x07 \x03(\x01\x12\x34\n\x08\x66inished\x18\x08 \x03(\x0b\x32\".sparseps.journal.v1.DatasetPlaces\x12\x0f\n\x07version\x18\t \x01(\x04\x12\x11\n\tstaleness\x18\n \x01(\x04\"}\n\x08\x41veraged\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.sparseps.journal.v1.Worker\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0f\n\x07samples\x18\x03 \x01(\x04\x12\x0f\n\x07\x62uffers\x18\x04 \x01(\x0c\x12\x14\n\x0clive_workers\x18\x05 \x01(\x04\"K\n\x06Joined\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.sparseps.journal.v1.Worker\x12\x14\n\x0cindex_codecs\x18\x02 \x03(\r\"3\n\x04Left\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.sparseps.journal.v1.Worker\"E\n\x06Waited\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.sparseps.journal.v1.Worker\x12\x0e\n\x06number\x18\x02 \x01(\x04\"6\n\x06\x46orgot\x12,\n\x07workers\x18\x01 \x03(\x0b\x32\x1b.sparseps.journal.v1.Worker\"\x1a\n\x08RunNamed\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"\n\n\x08\x46inished\"\x1e\n\x0bRoundClosed\x12\x0f\n\x07version\x18\x01 \x01(\x04\"\xd3\x01\n\x0cGroupDecided\x12\x34\n\x04kind\x18\x01 \x01(\x0e\x32&.sparseps.journal.v1.GroupDecided.Kind\x12+\n\x06worker\x18\x02 \x01(\x0b\x32\x1b.sparseps.journal.v1.Worker\x12\x11\n\titeration\x18\x03 \x01(\x04\"M\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x0e\n\nKIND_ENTER\x10\x01\x12\x0e\n\nKIND_LEAVE\x10\x02\x12\x0f\n\x0bKIND_FREEZE\x10\x03\"A\n\x06Origin\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x12\n\ncheckpoint\x18\x03 \x01(\t\"\x88\x01\n\x07History\x12\x13\n\x0bshard_index\x18\x01 \x01(\r\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12,\n\x07origins\x18\x04 \x03(\x0b\x32\x1b.sparseps.journal.v1.Origin\x12\x15\n\rlost_versions\x18\x05 \x01(\x04\"8\n\x05Known\x12/\n\thistories\x18\x01 \x03(\x0b\x32\x1c.sparseps.journal.v1.History\"\x9c\x02\n\rSamplesLeased\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.sparseps.journal.v1.Worker\x12\x0f\n\x07\x64\x61taset\x18\x02 \x01(\t\x12\x0c\n\x04size\x18\x03 \x01(\x04\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x0f\n\x07shuffle\x18\x05 \x01(\x08\x12\x12\n\x05\x65poch\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12)\n\x04held\x18\x07 \x03(\x0b\x32\x1b.sparseps.journal.v1.Places\x12,\n\x07granted\x18\x08 \x03(\x0b\x32\x1b.sparseps.journal.v1.Places\x12)\n\x04gone\x18\t \x03(\x0b\x32\x1b.sparseps.journal.v1.WorkerB\x08\n\x06_epochb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,33 +38,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DATASETPLACES']._serialized_start=162
   _globals['_DATASETPLACES']._serialized_end=239
   _globals['_PUSHED']._serialized_start=242
-  _globals['_PUSHED']._serialized_end=518
-  _globals['_AVERAGED']._serialized_start=520
-  _globals['_AVERAGED']._serialized_end=645
-  _globals['_JOINED']._serialized_start=647
-  _globals['_JOINED']._serialized_end=722
-  _globals['_LEFT']._serialized_start=724
-  _globals['_LEFT']._serialized_end=775
-  _globals['_WAITED']._serialized_start=777
-  _globals['_WAITED']._serialized_end=846
-  _globals['_FORGOT']._serialized_start=848
-  _globals['_FORGOT']._serialized_end=902
-  _globals['_RUNNAMED']._serialized_start=904
-  _globals['_RUNNAMED']._serialized_end=930
-  _globals['_FINISHED']._serialized_start=932
-  _globals['_FINISHED']._serialized_end=942
-  _globals['_ROUNDCLOSED']._serialized_start=944
-  _globals['_ROUNDCLOSED']._serialized_end=974
-  _globals['_GROUPDECIDED']._serialized_start=977
-  _globals['_GROUPDECIDED']._serialized_end=1188
-  _globals['_GROUPDECIDED_KIND']._serialized_start=1111
-  _globals['_GROUPDECIDED_KIND']._serialized_end=1188
-  _globals['_ORIGIN']._serialized_start=1190
-  _globals['_ORIGIN']._serialized_end=1255
-  _globals['_HISTORY']._serialized_start=1258
-  _globals['_HISTORY']._serialized_end=1394
-  _globals['_KNOWN']._serialized_start=1396
-  _globals['_KNOWN']._serialized_end=1452
-  _globals['_SAMPLESLEASED']._serialized_start=1455
-  _globals['_SAMPLESLEASED']._serialized_end=1739
+  _globals['_PUSHED']._serialized_end=502
+  _globals['_AVERAGED']._serialized_start=504
+  _globals['_AVERAGED']._serialized_end=629
+  _globals['_JOINED']._serialized_start=631
+  _globals['_JOINED']._serialized_end=706
+  _globals['_LEFT']._serialized_start=708
+  _globals['_LEFT']._serialized_end=759
+  _globals['_WAITED']._serialized_start=761
+  _globals['_WAITED']._serialized_end=830
+  _globals['_FORGOT']._serialized_start=832
+  _globals['_FORGOT']._serialized_end=886
+  _globals['_RUNNAMED']._serialized_start=888
+  _globals['_RUNNAMED']._serialized_end=914
+  _globals['_FINISHED']._serialized_start=916
+  _globals['_FINISHED']._serialized_end=926
+  _globals['_ROUNDCLOSED']._serialized_start=928
+  _globals['_ROUNDCLOSED']._serialized_end=958
+  _globals['_GROUPDECIDED']._serialized_start=961
+  _globals['_GROUPDECIDED']._serialized_end=1172
+  _globals['_GROUPDECIDED_KIND']._serialized_start=1095
+  _globals['_GROUPDECIDED_KIND']._serialized_end=1172
+  _globals['_ORIGIN']._serialized_start=1174
+  _globals['_ORIGIN']._serialized_end=1239
+  _globals['_HISTORY']._serialized_start=1242
+  _globals['_HISTORY']._serialized_end=1378
+  _globals['_KNOWN']._serialized_start=1380
+  _globals['_KNOWN']._serialized_end=1436
+  _globals['_SAMPLESLEASED']._serialized_start=1439
+  _globals['_SAMPLESLEASED']._serialized_end=1723
 # @@protoc_insertion_point(module_scope)

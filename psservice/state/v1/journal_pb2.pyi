@@ -124,7 +124,6 @@ class Pushed(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     STALENESS_FIELD_NUMBER: _builtins.int
-    FACTOR_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The worker's step."""
     generation: _builtins.int
@@ -139,8 +138,6 @@ class Pushed(_message.Message):
     """The version that has the push."""
     staleness: _builtins.int
     """Pushes of others since base_version."""
-    factor: _builtins.float
-    """By which the server multiplies the values; 0 stands for 1."""
     @_builtins.property
     def worker(self) -> Global___Worker:
         """Who pushed."""
@@ -166,11 +163,10 @@ class Pushed(_message.Message):
         finished: _abc.Iterable[Global___DatasetPlaces] | None = ...,
         version: _builtins.int = ...,
         staleness: _builtins.int = ...,
-        factor: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "factor", b"factor", "finished", b"finished", "generation", b"generation", "group_rates", b"group_rates", "learning_rate", b"learning_rate", "samples", b"samples", "staleness", b"staleness", "step", b"step", "version", b"version", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "finished", b"finished", "generation", b"generation", "group_rates", b"group_rates", "learning_rate", b"learning_rate", "samples", b"samples", "staleness", b"staleness", "step", b"step", "version", b"version", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

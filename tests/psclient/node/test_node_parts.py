@@ -24,7 +24,6 @@ ERRORS = [
     errors.FingerprintMismatchError("differs", "0.weight"),
     errors.NonFiniteGradientError("0.weight"),
     errors.RefusedError(Rejected(ErrorCode.BAD_CHUNK, "too long")),
-    errors.UpdateTooLargeError(Rejected(ErrorCode.UPDATE_TOO_LARGE, "large", norm="3.0", max_update_norm="1.0")),
     errors.RunFinishedError("over"),
     NodeBrokenError("rank 1 is gone"),
 ]

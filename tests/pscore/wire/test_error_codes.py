@@ -7,7 +7,7 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 DOCUMENTED = {
-    "INVALID_ARGUMENT": {"BAD_CHUNK", "BAD_COMMIT", "NON_FINITE", "BAD_REQUEST", "UPDATE_TOO_LARGE"},
+    "INVALID_ARGUMENT": {"BAD_CHUNK", "BAD_COMMIT", "NON_FINITE", "BAD_REQUEST"},
     "UNIMPLEMENTED": {"UNKNOWN_CODEC", "UNKNOWN_PROTOCOL"},
     "FAILED_PRECONDITION": {
         "FINGERPRINT_MISMATCH",

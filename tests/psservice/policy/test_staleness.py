@@ -1,4 +1,4 @@
-"""What staleness and speed do to a push: the factor, DC-ASGD's compensation, and the books of both."""
+"""Speeds are measured, and DC-ASGD's compensation is the paper's; the books of both."""
 
 import pytest
 import torch
@@ -11,95 +11,36 @@ from psservice.model.parameters import ModelShard
 from psservice.model.training_mode import TrainingMode
 from psservice.model.undo_log import Overwritten, UndoLog
 from psservice.model.update.base import PushContext
-from psservice.policy.staleness import StalenessScaling
 from psservice.settings import ShardSettings
 from psservice.shard.push import prepare_push
 from tests.psservice.service_makers import F32, bits, layout_of, sparse_push
 from tests.psservice.shard_makers import (
     ANNA,
     BERT,
-    UPLOAD,
     join,
-    open_shards,
     push,
     push_of,
     serving,
     theta,
-    upload,
     with_clock,
 )
 
 LAYOUT = layout_of((8, F32))
-ADAPTIVE, BY_SPEED = StalenessScaling(adaptive=True), StalenessScaling(by_speed=True)
-
-
-@pytest.mark.parametrize(
-    ("workers", "staleness", "factor"), [(1, 0, 1), (1, 5, 0.2), (4, 0, 1), (4, 3, 1), (4, 6, 0.5), (4, 30, 0.1)]
-)
-def test_a_push_staler_than_the_workers_make_it_is_scaled_down(workers, staleness, factor):
-    assert ADAPTIVE.factor(staleness, 0.0, [0.0] * workers) == pytest.approx(factor)
-
-
-def test_fast_workers_count_less_and_slow_ones_more():
-    intervals = [1.0, 1.0, 4.0]
-    assert BY_SPEED.factor(0, 1.0, intervals) == pytest.approx(0.5)
-    assert BY_SPEED.factor(0, 4.0, intervals) == pytest.approx(2.0)
-    assert BY_SPEED.factor(0, 0.0, intervals) == 1.0, "nothing is known of it yet"
-    assert BY_SPEED.factor(0, 1e6, [1e6, *[1.0] * 99]) == 10.0, "a pause is no reason for an enormous step"
-
-
-@given(intervals=st.lists(st.floats(0.01, 100), min_size=1, max_size=8))
-def test_rescaling_gives_every_worker_the_same_weight_over_time(intervals):
-    """A worker pushes 1/T times a second with factor T/mean: its weight a second is the same as anybody's."""
-    factors = [BY_SPEED.factor(0, each, intervals) for each in intervals]
-    weights = [factor / each for factor, each in zip(factors, intervals, strict=True) if factor < 10]
-    assert all(weight == pytest.approx(weights[0]) for weight in weights)
-
-
-def test_the_answer_says_what_a_push_was_multiplied_by_and_the_books_close():
-    with serving(LAYOUT, torch.zeros(8), staleness_step="adaptive") as shard:
-        join(shard, LAYOUT, BERT)
-        applied = torch.zeros(8)
-        for step in range(1, 7):
-            push(shard, step, {0: 1.0}, BERT, base=shard.model.version)
-            applied[0] += 1.0
-            answer, _ = push(shard, step, {step: 1.0}, ANNA, base=0)
-            assert answer.staleness == step
-            assert answer.applied_scale == pytest.approx(min(1.0, 1 / step))
-            applied[step] += answer.applied_scale
-        assert torch.equal(theta(shard), -applied)
-
-
-def test_in_a_round_workers_count_alike():
-    settings = {"rounds": '{"quorum": 0, "seconds": 0, "start_workers": 1}'}
-    with open_shards(rescale_speed=True, staleness_step="adaptive") as (shard,):
-        for who in (ANNA, BERT):
-            outcome = join(shard, LAYOUT, who, "some", settings)
-            if outcome.state == UPLOAD:
-                upload(shard, torch.zeros(8), who, outcome.generation)
-        clock = with_clock(shard)
-        for step in range(1, 5):
-            for who, seconds in ((ANNA, 0.1), (BERT, 9.0)):
-                clock.now += seconds
-                answer, _ = push(shard, step, {0: 1.0}, who, base=step - 1)
-                assert answer.applied_scale == 1.0
-        assert theta(shard)[0] == -4.0
 
 
 def test_speeds_are_measured_between_pushes():
-    with serving(LAYOUT, torch.zeros(8), rescale_speed=True) as shard:
+    with serving(LAYOUT, torch.zeros(8)) as shard:
         join(shard, LAYOUT, BERT)
         clock = with_clock(shard)
         steps = {ANNA: 0, BERT: 0}
-        answers = {}
         for tick in range(1, 41):
             clock.now = float(tick)
             for who, period in ((ANNA, 1), (BERT, 4)):
                 if tick % period == 0:
                     steps[who] += 1
-                    answers[who], _ = push(shard, steps[who], {0: 1.0}, who, base=shard.model.version)
-        assert answers[ANNA].applied_scale == pytest.approx(0.4)
-        assert answers[BERT].applied_scale == pytest.approx(1.6)
+                    push(shard, steps[who], {0: 1.0}, who, base=shard.model.version)
+        seconds = {member.identity: member.interval_seconds for member in shard.leases.members()}
+        assert seconds == {ANNA: pytest.approx(1.0), BERT: pytest.approx(4.0)}
 
 
 def shard(strength, ledger_multiple=100.0, size=8):
@@ -123,7 +64,7 @@ def test_compensation_is_the_papers_formula_on_what_was_sent():
     now = model.theta.clone()
     p = torch.tensor([0.3, -0.2, 0.1])
     offsets = torch.tensor([0, 1, 4])
-    model.take("bert", SparseSlice(Span(0, 8), offsets, p), PushContext(1.0, 0, lr))
+    model.take("bert", SparseSlice(Span(0, 8), offsets, p), PushContext(0, lr))
     g = p / lr
     expected = now.clone()
     expected[offsets] -= lr * (g + strength * g * g * (now - base)[offsets])
@@ -131,7 +72,7 @@ def test_compensation_is_the_papers_formula_on_what_was_sent():
 
 
 def test_a_fresh_push_and_one_of_unknown_rate_are_not_compensated():
-    for correction in (PushContext(1.0, 1, 0.1), PushContext(1.0, 0, 0.0), PushContext(1.0, None, 0.1)):
+    for correction in (PushContext(1, 0.1), PushContext(0, 0.0), PushContext(None, 0.1)):
         model, plain = shard(0.5), shard(0.0)
         for each in (model, plain):
             each.take("anna", SparseSlice(Span(0, 8), None, torch.ones(8)))
@@ -144,14 +85,14 @@ def test_a_base_that_is_forgotten_leaves_the_push_as_it_came():
     for each in (model, plain):
         for _ in range(5):
             each.take("anna", SparseSlice(Span(0, 8), None, torch.ones(8)))
-        each.take("bert", SparseSlice(Span(0, 8), None, torch.ones(8)), PushContext(1.0, 0, 0.1))
+        each.take("bert", SparseSlice(Span(0, 8), None, torch.ones(8)), PushContext(0, 0.1))
     assert bits(model.theta) == bits(plain.theta)
 
 
 def test_what_would_not_be_finite_is_not_compensated():
     model = shard(0.5)
     model.take("anna", SparseSlice(Span(0, 8), torch.tensor([2]), torch.tensor([1e30])))
-    model.take("bert", SparseSlice(Span(0, 8), torch.tensor([2]), torch.tensor([1e10])), PushContext(1.0, 0, 1e-9))
+    model.take("bert", SparseSlice(Span(0, 8), torch.tensor([2]), torch.tensor([1e10])), PushContext(0, 1e-9))
     assert bool(model.theta.isfinite().all())
 
 

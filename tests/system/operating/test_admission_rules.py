@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import psclient
-from psclient.errors import HeldBackError, UpdateTooLargeError, from_rpc_error
+from psclient.errors import HeldBackError, from_rpc_error
 from psclient.rpc.local_server import LocalServer
 from psclient.settings import ClientSettings
 from pscore.wire.errors import ErrorCode
@@ -206,34 +206,6 @@ def test_the_report_counts_a_push_that_was_too_stale():
         assert torch.equal(optimizer.state[late]["residual"], gradient)  # nothing of it has left
         step(late, optimizer)
         assert (optimizer.report.refused, optimizer.version) == (0, 4)
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_an_update_that_is_too_large_is_an_error_with_both_numbers(overlap):
-    with LocalServer(max_update_norm=5.0, down_mode="exact") as server:
-        parameter, optimizer = dropping(server, "w", overlap=overlap, density=1.0)
-
-        def backward_and_step(scale):
-            optimizer.zero_grad()
-            (scale * parameter).sum().backward()
-            optimizer.step()
-
-        def step_and_pull():
-            backward_and_step(1.0)  # norm 14.1
-            optimizer.pull()  # with overlap the answer is awaited here
-
-        with pytest.raises(UpdateTooLargeError, match=r"max-update-norm") as caught:
-            step_and_pull()
-        assert caught.value.reason == "UPDATE_TOO_LARGE"
-        assert caught.value.norm == pytest.approx(200**0.5)
-        assert caught.value.limit == 5.0
-        assert torch.equal(optimizer.state[parameter]["residual"], torch.ones(200))
-        assert not parameter.any()
-        optimizer.state.clear()  # what the message says
-        backward_and_step(0.1)
-        optimizer.pull()
-        assert optimizer.version == 1
-        assert torch.equal(parameter, torch.full((200,), -0.1))
 
 
 @pytest.mark.parametrize("shards", [1, 2])

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import psclient
-from psclient.errors import ConfigurationError, UpdateOverflowError, UpdateTooLargeError
+from psclient.errors import ConfigurationError, UpdateOverflowError
 from tests.system.operating.asking import status
 from tests.system.tools import QUICK
 
@@ -62,20 +62,23 @@ def test_samples_of_an_abandoned_push_are_counted_with_the_next(overlap):
 
 
 def test_samples_of_a_refused_push_are_counted_with_the_next():
-    parameter = nn.Parameter(torch.zeros(100))
+    late, quick = nn.Parameter(torch.zeros(100)), nn.Parameter(torch.zeros(100))
     with (
-        psclient.LocalServer(shards=2, max_update_norm=1.0) as server,
-        psclient.ASGD([parameter], lr=1.0, server=server, settings=QUICK) as optimizer,
+        psclient.LocalServer(shards=2, max_staleness=1) as server,
+        psclient.ASGD([late], lr=1.0, server=server, worker="late", settings=QUICK) as optimizer,
+        psclient.ASGD([quick], lr=1.0, server=server, worker="quick", settings=QUICK) as other,
     ):
-        for norm in (100.0, 50.0):
-            backward(parameter, torch.full((100,), norm))
-            with pytest.raises(UpdateTooLargeError):
-                optimizer.step(samples=10)
-        optimizer.state.clear()
         for _ in range(2):
-            backward(parameter, torch.full((100,), 0.01))
+            for _ in range(2):
+                backward(quick, torch.ones(100))
+                other.step(samples=1)
+            backward(late, torch.ones(100))
+            optimizer.step(samples=10)  # two pushes too late
+            assert optimizer.report.refused == 2
+        for _ in range(2):
+            backward(late, torch.ones(100))
             optimizer.step(samples=5)
-        assert [status(address).samples for address in server.addresses] == [30, 30]
+        assert [status(address).samples for address in server.addresses] == [34, 34]
 
 
 def test_a_checkpoint_that_runs_a_backward_of_its_own_is_named():
