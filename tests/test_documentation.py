@@ -77,6 +77,12 @@ def test_a_file_or_folder_that_a_page_names_exists(page):
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
+def test_the_architecture_lists_every_room():
+    page = (ROOT / "docs/internals/architecture.md").read_text()
+    rooms = {path.parent for package in ("pscore", "psclient", "psservice") for path in (ROOT / package).glob("*/*.py")}
+    assert [str(room) for room in rooms if f"`{room.relative_to(ROOT)}/`" not in page] == []
+
+
 def test_the_architecture_has_a_walk_for_a_push_and_one_for_a_pull():
     assert WALKS is not None
     assert re.findall(r"^### (.*)$", WALKS[1], re.MULTILINE) == ["A push", "A pull"]
