@@ -87,14 +87,14 @@ class ApplyThread:
             raise NotYetError(ErrorCode.BUSY, "another model is being installed", lambda: not self.held)
 
     def require_whole(self) -> None:
-        """Raise :class:`Rejected` (``DRAINING``) where a change has failed half-way."""
+        """Raise :class:`Rejected` (``DRAINING``) if a change has failed half-way."""
         if self.failed:
             raise Rejected(
                 ErrorCode.DRAINING, "an update failed half-way; the shard stops, and recovers when it starts"
             )
 
     def all_or_stop(self) -> AbstractContextManager[None]:
-        """Stop the shard where the block, a journaled change, fails with another error than :class:`Rejected`."""
+        """Stop the shard if the block, a journaled change, fails with another error than :class:`Rejected`."""
         return self._whole_changes
 
     def fail(self, error: BaseException) -> None:

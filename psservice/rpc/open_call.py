@@ -88,7 +88,7 @@ class OpenCall:
             self.until = None
 
     def cut(self, why: str = "") -> None:
-        """End the call where it waits for its client."""
+        """End the call if it waits for its client."""
         if self.until is not None and not self.was_cut:
             self.why, self.was_cut = why or self.why, True
             self.task.cancel()
