@@ -80,7 +80,6 @@ class ClientSettings(LayeredSettings):
         "on a fast one: auto, " + ", ".join(INDEX_CODECS),
     )
     selector: str = setting(DEFAULT_SELECTOR, "how the entries of a push are selected: " + ", ".join(SELECTORS))
-    select_over: Literal["tensor", "group"] = setting("tensor", "select from each tensor, or from each merged group")
     dense_below: int = setting(
         DEFAULT_DENSE_BELOW,
         "tensors smaller than this are sent dense; if they add up to more than 65,536 elements and a twentieth of the "

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, cached_property
 from types import FunctionType
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -27,6 +27,9 @@ _NOT_KEPT = (
 )
 _MOST_SECONDS = 120.0  # of waiting for another process: one that is stopped must not stop this one
 _POLL_SECONDS = 0.02
+COMPILED_FROM = 256
+"""Entries from which a loop is worth compiling: below, nothing shall ever wait for the compiler."""
+
 _lock = threading.RLock()
 _logged: set[str] = set()
 
@@ -49,6 +52,27 @@ class compiled(Generic[P, R]):  # noqa: N801 - a decorator
         result: R = (self._dispatcher or self.dispatcher)(*args, **kwargs)
         return result
 
+    def on(self, entries: int) -> Callable[P, R]:
+        """Return the loop for so many entries: for few, and if nothing has compiled it in this process, as Python.
+
+        Both have the same bits.
+        """
+        if self._dispatcher is None and entries < COMPILED_FROM:
+            return self.plain
+        return self.dispatcher  # type: ignore[no-any-return]
+
+    @cached_property
+    def plain(self) -> Callable[P, R]:
+        """The loop as Python, which checks every place that it reads and writes."""
+        numpy: Any = importlib.import_module("numpy")
+        function = _calling(self.function, lambda loop: loop.plain)
+
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            with numpy.errstate(all="ignore"):  # integers wrap on purpose, and who calls looks for what is not finite
+                return function(*args, **kwargs)
+
+        return run
+
     @property
     def dispatcher(self) -> Any:
         """The compiled function; the plain one if NUMBA_DISABLE_JIT is set."""
@@ -62,10 +86,7 @@ def _compile(function: Callable[..., Any]) -> Any:
     numba: Any = importlib.import_module("numba")  # its types lack what is used here
     if numba.config.DISABLE_JIT:
         return function
-    called = {name: function.__globals__.get(name) for name in function.__code__.co_names}
-    called = {name: loop.dispatcher for name, loop in called.items() if isinstance(loop, compiled)}
-    if called:  # numba calls its own functions only
-        function = FunctionType(function.__code__, function.__globals__ | called, function.__name__)
+    function = _calling(function, lambda loop: loop.dispatcher)  # numba calls its own functions only
     loop = numba.njit(nogil=True)(function)
     kept = loop._cache = _Cache(function)
     compile_now, one_at_a_time = loop.compile, importlib.import_module("numba.core.compiler_lock").global_compiler_lock
@@ -79,6 +100,13 @@ def _compile(function: Callable[..., Any]) -> Any:
 
     loop.compile = compile_once
     return loop
+
+
+def _calling(function: Callable[P, R], form: Callable[[Any], Any]) -> Callable[P, R]:
+    """Return a function that calls other loops in a form of theirs."""
+    called = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+    called = {name: form(loop) for name, loop in called.items() if isinstance(loop, compiled)}
+    return FunctionType(function.__code__, function.__globals__ | called, function.__name__) if called else function
 
 
 def _log_once(log: Callable[..., None], words: str, *arguments: object) -> None:

@@ -29,7 +29,7 @@ def _load() -> None:
     warm_up()
     parameter = torch.nn.Parameter(torch.zeros(_SIZE))
     group = {"params": [parameter], "lr": 0.1, "momentum": 0.5, "weight_decay": 0.0, "density": 0.1}
-    model, choice = describe(None, [group]), Choice(SELECTORS[DEFAULT_SELECTOR], "tensor", 0)
+    model, choice = describe(None, [group]), Choice(SELECTORS[DEFAULT_SELECTOR], 0)
     groups = ParamGroups([group])
     groups.read()
     compressor = Compressor(METHOD, model, {parameter: {}}, groups, choice, Grouping(model.layout, 1))

@@ -13,11 +13,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from pscore.selection import DEFAULT_DENSE_BELOW, SelectorState, entries_for
-from pscore.selection.base import take_all
-from pscore.selection.inputs import Memory
-from pscore.selection.kernels.base import GradientUpdate
-from pscore.selection.warm import warm
+from benchmarks.workload.residual import Residual
+from pscore.selection import DEFAULT_DENSE_BELOW, entries_for
 
 _EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 RATE, MOMENTUM, WEIGHT_DECAY, DENSITY = 0.05, 0.7, 5e-4, 0.01
@@ -94,7 +91,8 @@ def moments(
     model.to(device).train()
     names, parameters = zip(*model.named_parameters(), strict=True)
     memories = [torch.zeros(p.numel(), device=device) for p in parameters]
-    recalls: list[SelectorState] = [{} for _ in parameters]
+    wanted_of = [n if n < DEFAULT_DENSE_BELOW else entries_for(n, DENSITY) for n in map(torch.Tensor.numel, memories)]
+    residuals = [Residual(memory, k, None, MOMENTUM) for memory, k in zip(memories, wanted_of, strict=True)]
     batches = _batches(images, batch_size, seed)
     for step in range(1, max(wanted) + 1):
         inputs, labels = next(batches)
@@ -105,12 +103,11 @@ def moments(
         if step in wanted:
             yield Moment(step, loss.item(), list(names), gradients, [memory.clone() for memory in memories])
         with torch.no_grad():
-            for parameter, gradient, memory, recall in zip(parameters, gradients, memories, recalls, strict=True):
+            for parameter, gradient, residual in zip(parameters, gradients, residuals, strict=True):
                 flat = parameter.view(-1)
-                source = Memory(memory, GradientUpdate(gradient, RATE, flat, RATE * WEIGHT_DECAY), MOMENTUM)
-                whole = memory.numel() < DEFAULT_DENSE_BELOW
-                taken = take_all(source) if whole else warm(source, entries_for(memory.numel(), DENSITY), recall)
-                flat[taken.offsets] -= taken.values
+                residual.step(gradient, RATE, flat, RATE * WEIGHT_DECAY)
+                offsets, values = residual.taken
+                flat[offsets.to(device)] -= values.to(device)
 
 
 def _batches(images: Dataset[Any], batch_size: int, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 from benchmarks.harness.timing import Case, Rounds, Stat, Stopwatch, interleave, ratio
-from benchmarks.ldte import published
+from benchmarks.ldte import published, rivals
 from benchmarks.ldte.capture import MOMENTUM, RATE, Moment
-from pscore.selection import DEFAULT_DENSE_BELOW, SELECTORS, SelectorState, entries_for
-from pscore.selection.inputs import Memory
-from pscore.selection.kernels.base import GradientUpdate
+from benchmarks.workload.residual import Residual
+from pscore.selection import DEFAULT_DENSE_BELOW, SELECTORS, entries_for
 
 TOPK, LDTE = "torch.topk", "LDTE-BS"
 PLAIN: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
@@ -105,21 +104,24 @@ def measure(
         return case
 
     def ours(name: str) -> Case:
-        recalls: list[SelectorState] = [{} for _ in sizes]
+        residuals = [
+            Residual(memory, k, SELECTORS[name] if name in SELECTORS else rivals.of(name), MOMENTUM)
+            for memory, k in zip(memories, wanted, strict=True)
+        ]
 
         def case(turn: int) -> dict[str, float]:
             gradients, watch, count = restored(turn), Stopwatch(), 0
             with watch.part("step"):
-                for memory, gradient, k, recall in zip(memories, gradients, wanted, recalls, strict=True):
-                    found = SELECTORS[name](Memory(memory, GradientUpdate(gradient, RATE), MOMENTUM), k, recall)
-                    count += found.offsets.numel()
+                for residual, gradient in zip(residuals, gradients, strict=True):
+                    count += residual.step(gradient, RATE)
                 _wait(device)
             taken.setdefault(name, []).append(count / sum(wanted))
             return watch.parts
 
         return case
 
-    cases = {name: plain(name) for name in PLAIN} | {name: ours(name) for name in OURS}
+    selected = OURS if device.type == "cpu" else ("warm",)  # the others choose on the host
+    cases = {name: plain(name) for name in PLAIN} | {name: ours(name) for name in selected}
     measured = interleave(cases, rounds, warmup=_WARMUP, has_time=has_time)
     _fill(timing, measured)
     timing.selected = {name: [min(counts[_WARMUP:]), max(counts[_WARMUP:])] for name, counts in taken.items()}
@@ -127,7 +129,7 @@ def measure(
 
 
 def _fill(timing: Timing, measured: Rounds) -> None:
-    for name in (*PLAIN, *OURS):
+    for name in (name for name in (*PLAIN, *OURS) if name in measured):
         timing.step[name] = Stat.of(measured[name]).plain()
         timing.times[name] = ratio(measured, TOPK, name).plain()
     for name in PLAIN:

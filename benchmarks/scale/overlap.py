@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.peers.task import batches
-from benchmarks.workload.captured import Run, convnet, push
-from psclient.compress.method import State
+from benchmarks.workload.captured import Residuals, Run, convnet, push
 from pscore.selection import DEFAULT_SELECTOR, SELECTORS
 
 WINDOWS = (2, 4, 8, 16)
@@ -25,7 +24,7 @@ def supports(workers: int, density: float, steps: int, seed: int) -> tuple[list[
     parameters = list(model.parameters())
     sizes = [parameter.numel() for parameter in parameters]
     starts = np.cumsum([0, *(size for size in sizes if size >= _DENSE_BELOW)])
-    states: list[list[State]] = [[{} for _ in parameters] for _ in range(workers)]
+    states: list[Residuals] = [{} for _ in range(workers)]
     draws = [batches(seed + worker) for worker in range(workers)]
     found, run = [], Run()
     for step in range(steps):

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness.section import Section, Table
-from pscore.selection import entries_for
-from pscore.selection.base import SelectorState
+from pscore.selection import SelectorState, entries_for
 from pscore.selection.cuda import device_kernels
 from pscore.selection.cuda.segments import DeviceSegments
 

@@ -10,9 +10,8 @@ from benchmarks.harness.section import Plan, Plot, Section, Table
 from benchmarks.harness.timing import Case, Stat, Stopwatch, interleave, ratio
 from benchmarks.sections import cuda_selection
 from benchmarks.workload import captured
-from pscore.selection import SELECTORS, TOLERANCE, SelectorState, entries_for
-from pscore.selection.inputs import Memory
-from pscore.selection.kernels.base import GradientUpdate
+from benchmarks.workload.residual import Residual
+from pscore.selection import SELECTORS, TOLERANCE, entries_for
 
 KEY, TITLE = "selection", "Accumulating and selecting"
 
@@ -24,10 +23,7 @@ _TOPK, _COPY, _BESIDE = "torch.topk", "copy", "copy beside topk"
 _TEXTS = {
     _COPY: "copy of the tensor",
     "warm": "ours: warm threshold, one pass (default)",
-    "reuse": "threshold reuse",
     "ldte": "LDTE-BS",
-    "sampled": "sampled (DGC)",
-    "trimmed": "trimmed (RedSync)",
     "exact": "exact: quickselect",
     _BESIDE: "copy, in turn with the next",
     _TOPK: "x.abs().topk(k), gather, clear",
@@ -87,7 +83,7 @@ def _measure(plan: Plan, section: Section, n: int, density: float) -> None:
     if n > 2 * _MODEL:
         left_out = {"exact", _TOPK}
     elif plan.quick and n == _MODEL:
-        left_out = {"trimmed", "ldte", "sampled"}
+        left_out = {"ldte"}
     for name in _TEXTS:
         if name in SELECTORS and name not in left_out:
             cases[name] = _selector(name, n, k, gradients, counts)
@@ -144,14 +140,13 @@ def _copy(n: int) -> Case:
 def _selector(
     name: str, n: int, k: int, gradients: Callable[[int], torch.Tensor], counts: dict[str, list[float]]
 ) -> Case:
-    memory = torch.zeros(n)
-    recall: SelectorState = {}
+    residual = Residual(torch.zeros(n), k, SELECTORS[name], _KEEP)
 
     def measure(turn: int) -> dict[str, float]:
         gradient, watch = gradients(turn), Stopwatch()
         with watch.part("step"):
-            taken = SELECTORS[name](Memory(memory, GradientUpdate(gradient, _RATE), _KEEP), k, recall)
-        counts.setdefault(name, []).append(taken.offsets.numel() / k)
+            taken = residual.step(gradient, _RATE)
+        counts.setdefault(name, []).append(taken / k)
         return watch.parts
 
     return measure

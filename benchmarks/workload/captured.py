@@ -8,17 +8,18 @@ import torch
 from torch import nn
 
 from benchmarks.peers.task import batches, make_model
-from psclient.compress.method import State
+from benchmarks.workload.residual import Residual
 from pscore.selection import SELECTORS, Selector, entries_for
-from pscore.selection.base import take_all
-from pscore.selection.inputs import Memory
-from pscore.selection.kernels.base import GradientUpdate
 
 _RATE, _MOMENTUM = 0.05, 0.7
 _DROPS = (0.5, 0.8)
 """Parts of a run after which the learning rate falls to a tenth."""
 
 _DENSE_BELOW = 4096
+
+
+Residuals = dict[int, Residual]
+"""Those of one worker, by the number of the parameter; made at the first push."""
 
 
 @dataclass
@@ -72,7 +73,7 @@ def train(model: nn.Module, density: float, steps: int, seed: int, selector: str
         keep_every: steps between two whose supports are kept.
     """
     run = Run()
-    states: list[State] = [{} for _ in model.parameters()]
+    residuals: Residuals = {}
     draws = batches(seed)
     for step in range(steps):
         rate = _RATE * 0.1 ** sum(step >= part * steps for part in _DROPS)
@@ -80,7 +81,7 @@ def train(model: nn.Module, density: float, steps: int, seed: int, selector: str
         model.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
-        sent = push(list(model.parameters()), states, rate, density, SELECTORS[selector], run)
+        sent = push(list(model.parameters()), residuals, rate, density, SELECTORS[selector], run)
         if step % keep_every == keep_every - 1:
             _keep(run, sent, [p.numel() for p in model.parameters()])
         run.loss = loss.item()
@@ -90,27 +91,26 @@ def train(model: nn.Module, density: float, steps: int, seed: int, selector: str
 @torch.no_grad()
 def push(
     parameters: Sequence[torch.Tensor],
-    states: Sequence[State],
+    residuals: Residuals,
     rate: float,
     density: float,
-    selector: Selector,
+    selector: Selector | None,
     run: Run,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Accumulate gradients, select, and apply, as DGS does; return offsets and values by parameter."""
     sent = []
-    for parameter, state in zip(parameters, states, strict=True):
+    for position, parameter in enumerate(parameters):
         assert parameter.grad is not None
-        residual = state.setdefault("residual", torch.zeros(parameter.numel()))
-        source = Memory(residual, GradientUpdate(parameter.grad.reshape(-1), rate), _MOMENTUM)
-        if source.numel < _DENSE_BELOW:
-            taken = take_all(source)
-        else:
-            k = entries_for(source.numel, density)
-            taken = selector(source, k, state.setdefault("recall", {}))
-            if k >= 10:
-                run.ratios.append(taken.offsets.numel() / k)
-        parameter.view(-1)[taken.offsets] -= taken.values
-        sent.append((taken.offsets, taken.values))
+        n = parameter.numel()
+        k = n if n < _DENSE_BELOW else entries_for(n, density)
+        if position not in residuals:
+            residuals[position] = Residual(torch.zeros(n), k, selector, _MOMENTUM)
+        count = residuals[position].step(parameter.grad.contiguous(), rate)
+        if n >= _DENSE_BELOW and k >= 10:
+            run.ratios.append(count / k)
+        offsets, values = residuals[position].taken
+        parameter.view(-1)[offsets] -= values
+        sent.append((offsets, values))
     return sent
 
 

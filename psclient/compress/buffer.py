@@ -5,7 +5,7 @@ import weakref
 import numpy as np
 
 from pscore.model.layout import Span
-from pscore.selection.host.segments import Reals
+from pscore.selection.rule import Reals
 
 
 class WholeBuffer:

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from psclient.compress import rows
 from psclient.compress.buffer import WholeBuffer
 from psclient.compress.choice import Choice
 from psclient.compress.device_table import DeviceTable
@@ -16,7 +15,6 @@ from psclient.compress.grouping import Grouping
 from psclient.compress.groups import ParamGroups
 from psclient.compress.memories import Memories
 from psclient.compress.method import Method, State
-from psclient.compress.rows import Row
 from psclient.compress.table import Places, Rule, Sent, Table
 from psclient.errors import UpdateOverflowError
 from psclient.model.module import TrainedModel
@@ -25,8 +23,7 @@ from psclient.report import StepReport
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.selection.cuda.launches import TARGET
-from pscore.selection.host.segments import Integers
-from pscore.selection.warm import warm
+from pscore.selection.rule import Integers
 
 _MOST_SETS = 16  # of all tensors, whose tables are kept; which tensors have a gradient may differ from step to step
 
@@ -37,16 +34,14 @@ class Members(NamedTuple):
     Attributes:
         numbers: the param group of each tensor of the model.
         groups: positions, int64, by param group.
-        table: of those that one compiled call passes over; ``None`` without one.
-        on_devices: of those that are selected from by launches, a table a device.
-        others: positions of the rest.
+        table: of those that are selected from on the host; ``None`` without one.
+        on_devices: of those that are selected from on their device, a table each.
     """
 
     numbers: Integers
     groups: dict[int, Integers]
     table: Table | None
     on_devices: list[DeviceTable]
-    others: list[int]
 
 
 class Compressor:
@@ -64,7 +59,6 @@ class Compressor:
         choice: Choice,
         grouping: Grouping,
     ) -> None:
-        self.memories = Memories(model.layout, model.parameters, states)
         self._method, self._model, self._choice = method, model, choice
         self._groups, self._grouping = groups, grouping
         self._shares = np.zeros(len(model.parameters), np.float32)  # of the last update; at most one push is under way
@@ -72,13 +66,11 @@ class Compressor:
         self._kept = 0  # tensors of all sets that are known
         self._generation = -1  # of the param groups, as the members have them
         self._buffer = WholeBuffer(model.layout.size)
-        self._on_host = np.array([parameter.device.type == "cpu" for parameter in model.parameters])
-        tables = choice.selector is warm and choice.over == "tensor"
-        self._is_compiled = tables and model.layout.size >= choice.compiled_from
-        devices = {parameter.device for parameter in model.parameters if tables}
+        devices = {parameter.device for parameter in model.parameters if choice.selector is None}
         self._kernels = {device: found for device in devices if (found := choice.on_device(device)) is not None}
-        self._on_kernels = np.array([parameter.device in self._kernels for parameter in model.parameters], bool)
-        self.on_one_device = len(self._kernels) == 1 and bool(self._on_kernels.all())
+        self._on_host = np.array([parameter.device not in self._kernels for parameter in model.parameters], bool)
+        self.memories = Memories(model.layout, model.parameters, states, self._on_host)
+        self.on_one_device = len(self._kernels) == 1 and not self._on_host.any()
         """Whether launches select from all tensors; gradients may be ``unsound`` then, and without them may not."""
 
     def compress(self, group: range, gradients: Gradients, scale: Scale, report: StepReport) -> Sent:
@@ -102,11 +94,6 @@ class Compressor:
             for position, density in self._grouping.densities.items()
             if not self._groups.has_own_density(int(members.numbers[position]))
         }
-        alike: dict[torch.device, list[Row]] = {}
-        for position in members.others:
-            recurrence, density = rules[int(members.numbers[position])]
-            row = Row(position, self._model.layout.span(position), recurrence, densities.get(position, density))
-            alike.setdefault(self._model.parameters[position].device, []).append(row)
         sent, is_finite = Sent([], {}, is_finite=True), True
         given = rules, densities, gradients, self._model.parameters
         try:
@@ -120,12 +107,6 @@ class Compressor:
                 sent.slices.extend(found.slices)
                 sent.entries.update(found.entries)
                 is_finite &= found.is_finite
-            for same in alike.values():
-                apart = rows.compress(same, *given[2:], float(scale), self.memories, self._choice, report)
-                for position, piece in sorted(apart.items()):
-                    sent.slices.append(piece)
-                    sent.entries[position] = piece.entries
-                    is_finite &= bool(piece.values.isfinite().all())
         except BaseException:
             for table in members.on_devices:
                 sent.slices.extend(table.abandon(self.memories, report))
@@ -151,8 +132,7 @@ class Compressor:
                 self._kept = len(where)
             numbers = self._groups.numbers_of(self._model.parameters)
             trained = numbers[where] >= 0
-            on_kernels = trained & self._on_kernels[where]
-            on_table = trained & self._on_host[where] & self._is_compiled & ~on_kernels
+            on_table = trained & self._on_host[where]
             span = Span(self._model.layout.offsets[group.start], self._model.layout.offsets[group.stop])
 
             def places(chosen: NDArray[np.bool_]) -> Places:
@@ -160,9 +140,7 @@ class Compressor:
                 return Places(where[rows], numbers[where[rows]], rows + low, span)
 
             devices = [self._model.parameters[position].device for position in where.tolist()]
-            apart = {
-                device: on_kernels & np.array([each == device for each in devices], bool) for device in self._kernels
-            }
+            apart = {device: trained & np.array([each == device for each in devices], bool) for device in self._kernels}
             self._known[key] = Members(
                 numbers,
                 {number: where[numbers[where] == number] for number in np.unique(numbers[where[trained]]).tolist()},
@@ -172,7 +150,6 @@ class Compressor:
                     for device, chosen in apart.items()
                     if chosen.any()
                 ],
-                where[trained & ~on_table & ~on_kernels].tolist(),
             )
         return self._known[key]
 
@@ -214,7 +191,11 @@ class Compressor:
                 continue
             recurrence = self._method.recurrence(self._groups.values(number))
             self._shares[position] = recurrence.share
-            sent.append(rows.held(Row(position, self._model.layout.span(position), recurrence, 1.0), self.memories))
+            residual = self.memories.of("residual", position)
+            offsets = residual.nonzero().view(-1)
+            values = residual[offsets]
+            residual[offsets] = recurrence.keep * values
+            sent.append(SparseSlice(self._model.layout.span(position), offsets, recurrence.unit * values))
         return sent
 
     def fill_memories(self) -> None:
@@ -241,18 +222,14 @@ class Compressor:
                 memory = parameter.data  # its writes are not the user's
                 yield memory, memory.clone()
                 unit = self._method.recurrence(self._groups.values(number)).unit
-                memory.sub_(residual.reshape(memory.shape), alpha=unit)
+                memory.sub_(residual.reshape(memory.shape).to(memory.device), alpha=unit)
 
     def restore(self, slices: Iterable[SparseSlice]) -> None:
         """Add entries that did not arrive to the residuals again, each times its tensor's share."""
         for each in slices:
-            if self._kernels or bool(self._on_host.all()):
-                self._restore_at_once(each.cpu())
-            else:
-                self._restore_by_tensor(each, self._on_kernels)
+            self._restore(each.cpu())
 
-    def _restore_at_once(self, lost: SparseSlice) -> None:
-        """Restore a slice of the host if residuals are in one array, or are written to by kernels."""
+    def _restore(self, lost: SparseSlice) -> None:
         touched, (start, end) = self._model.layout.positions(lost.span), (lost.span.start, lost.span.end)
         if not touched:
             return
@@ -262,10 +239,15 @@ class Compressor:
         shares = self._shares[touched.start : touched.stop]
         returned = values * (shares[:1] if (shares == shares[0]).all() else np.repeat(shares, counts))
         found = np.flatnonzero(counts) + touched.start
-        if not self._kernels:
-            self.memories.require("residual", tuple(found.tolist()))
-            self.memories.flat("residual")[start:end][slice(None) if offsets is None else offsets] += returned
-            return
+        on_host = found[self._on_host[found]]
+        if on_host.size:
+            self.memories.require("residual", tuple(on_host.tolist()))
+            part = self.memories.flat("residual")[start:end]
+            if on_host.size == found.size:
+                part[slice(None) if offsets is None else offsets] += returned
+            else:
+                mine = np.repeat(self._on_host[touched.start : touched.stop], counts)
+                part[np.flatnonzero(mine) if offsets is None else offsets[mine]] += returned[mine]
         for device, kernels in self._kernels.items():
             targets = np.zeros(len(self._model.parameters), TARGET)
             for position in found.tolist():
@@ -274,21 +256,6 @@ class Compressor:
             targets["master"] = targets["address"]
             again = SparseSlice(lost.span, lost.offsets, torch.from_numpy(returned))
             scatter(kernels, self._model.layout, targets, [again], adds=True)
-        self._restore_by_tensor(lost, self._on_kernels)
-
-    def _restore_by_tensor(self, lost: SparseSlice, done: NDArray[np.bool_]) -> None:
-        """Restore a slice to those tensors that are not ``done``."""
-        for position, piece in self._by_tensor([lost]) if not done.all() else ():
-            if done[position]:
-                continue
-            span = self._model.layout.span(position)
-            residual = self.memories.of("residual", position)
-            part = residual[piece.span.start - span.start : piece.span.end - span.start]
-            values, share = piece.values.to(residual.device), float(self._shares[position])
-            if piece.offsets is None:
-                part.add_(values, alpha=share)
-            else:
-                part.index_add_(0, piece.offsets.to(residual.device), values, alpha=share)
 
     def _by_tensor(self, slices: Iterable[SparseSlice]) -> Iterable[tuple[int, SparseSlice]]:
         """Yield (position, part) of each tensor that a slice has entries of."""

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pscore.selection.host.segments import KINDS, Integers
+from pscore.selection.host.segments import KINDS
+from pscore.selection.rule import Integers
 
 Scale = float | torch.Tensor
 """A factor for all gradients of a step. A tensor, of no dimension, is on their device, and nobody waits for it."""

@@ -9,7 +9,7 @@ import torch
 
 from psclient.compress.method import Group
 from psclient.errors import HyperparameterError
-from pscore.selection.host.segments import Integers
+from pscore.selection.rule import Integers
 
 log = logging.getLogger("psclient")
 

@@ -1,5 +1,7 @@
 """The residuals and momenta of a model's parameters: on the host parts of one flat array each, in layout order.
 
+Those of parameters that are selected from on their own device are there.
+
 ``optimizer.state[parameter][name]`` is a tensor over its part, with a storage of its own, so that saving or copying it
 takes no more than that. A tensor that was put there by others, as by ``load_state_dict``, is copied into the part.
 """
@@ -22,10 +24,14 @@ class Memories:
     """Finds and makes the memories of each parameter; ``states`` may be replaced between two steps."""
 
     def __init__(
-        self, layout: ModelLayout, parameters: Sequence[torch.Tensor], states: MutableMapping[torch.Tensor, State]
+        self,
+        layout: ModelLayout,
+        parameters: Sequence[torch.Tensor],
+        states: MutableMapping[torch.Tensor, State],
+        on_host: NDArray[np.bool_],
     ) -> None:
         self.states = states
-        self._layout, self._parameters = layout, parameters
+        self._layout, self._parameters, self._on_host = layout, parameters, on_host
         self._flat: dict[str, NDArray[np.float32]] = {}
         self._views: dict[str, dict[int, torch.Tensor]] = {}
         self._known: list[State] = []  # the states of all parameters at the last look-up
@@ -37,7 +43,7 @@ class Memories:
         return self.states[self._parameters[position]]
 
     def flat(self, name: str) -> NDArray[np.float32]:
-        """Return all memories of this name, fp32 ``[n]``; a place is meaningful if a host parameter has one."""
+        """Return all memories of this name, fp32 ``[n]``; a place is meaningful if its parameter's is here."""
         if name not in self._flat:
             # Of pages that the system zeroes when they are first touched: what is on other devices costs nothing.
             self._flat[name] = np.zeros(self._layout.size, np.float32)
@@ -57,7 +63,7 @@ class Memories:
         return self._found[positions]
 
     def require(self, name: str, positions: tuple[int, ...]) -> None:
-        """Have the memories of parameters on the host in their places; zero if there was none."""
+        """Have memories that are kept on the host in their places; zero if there was none."""
         self.flat(name)
         states, placed = self.states_of(positions), self._placed.get((name, positions))
         if placed is not None and all(map(is_, map(dict.get, states, repeat(name)), placed)):
@@ -67,10 +73,10 @@ class Memories:
         ]
 
     def of(self, name: str, position: int) -> torch.Tensor:
-        """Return a parameter's memory, fp32 ``[n]`` on its device; zero at first."""
+        """Return a parameter's memory, fp32 ``[n]``; zero at first."""
         parameter = self._parameters[position]
         state = self.state(position)
-        if parameter.device.type == "cpu":
+        if self._on_host[position]:
             self.flat(name)
             return self._place(state, name, position)
         if name not in state:

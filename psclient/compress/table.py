@@ -15,14 +15,10 @@ from psclient.compress.method import Recurrence
 from psclient.report import StepReport
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
-from pscore.selection import SelectorState
-from pscore.selection.host import segments
-from pscore.selection.host.segments import KINDS, Integers, Passed, Reals
-from pscore.selection.inputs import Memory
-from pscore.selection.warm import ROOM, Corrected, correct, warm
+from pscore.selection.host.segments import KINDS, NOTHING, HostSegments
+from pscore.selection.rule import Integers, Reals
 
 _COEFFICIENTS = ("scale", "decay", "factor", "retain", "rate", "unit", "keep")
-_NOTHING = np.zeros(0, np.float32)
 
 
 class Rule(NamedTuple):
@@ -100,17 +96,28 @@ class Filled:
         """Set the addresses; return the tensors that must live as long as these, beside the gradients."""
         rows, used = self._rows, []
         rows["gradient"], rows["gradient_kind"] = gradients.addresses[self._places], gradients.kinds[self._places]
+        rows["gradient"][~self._reads(gradients)] = 0
         for row in np.flatnonzero(rows["gradient"] == 0).tolist():
-            used.append(plain := _plain(gradients[self._positions[row]]))
+            used.append(plain := self._plain(gradients[self._positions[row]]))
             rows["gradient"][row], rows["gradient_kind"][row] = plain.data_ptr(), KINDS[plain.dtype]
         rows["parameters"] = 0
         decayed = np.flatnonzero(rows["decay"]).tolist()
         if decayed:
-            found = [_plain(parameters[self._positions[row]]) for row in decayed]
+            found = [self._plain(parameters[self._positions[row]]) for row in decayed]
             rows["parameters"][decayed] = [tensor.data_ptr() for tensor in found]
             rows["parameter_kind"][decayed] = [KINDS[tensor.dtype] for tensor in found]
             used += found
         return used
+
+    def _reads(self, gradients: Gradients) -> NDArray[np.bool_]:
+        """Tell which of these gradients can be read at their addresses."""
+        return np.ones(self._places.size, bool)
+
+    def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that can be read: itself if its elements lie in order."""
+        if not tensor.is_contiguous():
+            tensor = tensor.detach().contiguous()
+        return tensor if tensor.dtype in KINDS else tensor.detach().float()
 
     def _entries(
         self, offsets: Integers | None, values: Reals, counts: Integers, memories: Memories, report: StepReport
@@ -143,11 +150,12 @@ class Filled:
 
 
 class Table(Filled):
-    """Some tensors on the host."""
+    """Some tensors whose memories are on the host; gradients and parameters elsewhere are copied there."""
 
     def __init__(self, layout: ModelLayout, places: Places) -> None:
-        super().__init__(layout, places, np.zeros(places.positions.size, segments.ROW))
-        self._pieces = segments.Pieces(self._sizes)
+        edges = np.array(layout.offsets)
+        self._segments = HostSegments(edges[places.positions + 1] - edges[places.positions])
+        super().__init__(layout, places, self._segments.rows)
 
     def compress(
         self,
@@ -163,14 +171,14 @@ class Table(Filled):
     ) -> Sent:
         """Carry out the tensors' updates, and select from them; ``densities`` of single tensors, by position."""
         if self._fill(rules, densities, choice.dense_below):
-            self._pieces.make_room(np.where(self._rows["searched"], ROOM * self._k, self._sizes))
+            self._segments.want(self._k)
         used = self._refer(gradients, parameters)
-        momentum = _NOTHING
+        momentum = NOTHING
         if self._with_momentum:
             memories.require("momentum", self._with_momentum)
             momentum = memories.flat("momentum")
         sent = self._write_out(clip, memories, momentum, buffer) if self._all_whole else None
-        sent = sent or self._select(clip, memories, momentum, report)
+        sent = sent or self._select(clip, memories, momentum, choice, report)
         del used  # what the rows refer to lives until here
         return sent
 
@@ -180,81 +188,30 @@ class Table(Filled):
         self._rows["has_residual"] = ["residual" in state for state in states]
         memories.require("residual", self._at(self._rows["has_residual"]))
         values = buffer.of(self._span)
-        residuals = memories.flat("residual")
-        segments.update(self._rows, self._pieces, clip, residuals, momentum, values, self._span.start)
+        self._segments.write_out(clip, memories.flat("residual"), momentum, values, self._span.start)
         for state in states:
             state.pop("residual", None)
         return self._runs(values)
 
-    def _select(self, clip: float, memories: Memories, momentum: Reals, report: StepReport) -> Sent:
-        """Update the tensors, and take what is above their thresholds."""
+    def _select(self, clip: float, memories: Memories, momentum: Reals, choice: Choice, report: StepReport) -> Sent:
+        """Update the tensors, and take entries."""
         memories.require("residual", self._positions)
         states = memories.states_of(self._searched_positions)
-        recalls = [state.setdefault("recall", {}) for state in states]
-        thresholds = np.zeros(self._sizes.size)
-        thresholds[self._searched] = [each.get("threshold", np.inf) for each in recalls]  # a ranked tensor has none
-        self._rows["threshold"][self._searched] = thresholds[self._searched]
+        recalls = {row: state.setdefault("recall", {}) for row, state in zip(self._searched, states, strict=True)}
         residuals, base = memories.flat("residual"), self._span.start
-        passed = segments.update(self._rows, self._pieces, clip, residuals, momentum, _NOTHING, base)
-        offsets, values, counts = passed.offsets, passed.values, passed.taken
-        is_dense = offsets is None and values.size == self._span.length
-        if offsets is None and not (is_dense and self._masked is None and not recalls):
+        offsets, values, counts, is_finite = self._segments.select(
+            clip, residuals, momentum, base, recalls, choice.selector
+        )
+        if offsets is None and (values.size < self._span.length or self._masked is not None):
             offsets = np.arange(values.size)
-        is_finite = bool(np.isfinite(passed.excess).all())
-        if recalls and is_finite:  # else the whole push is undone, and nothing is to be corrected
-            assert offsets is not None
-            offsets, values, counts = self._corrected(offsets, passed, thresholds, recalls, residuals)
         if self._masked is not None:
             assert offsets is not None
             momentum[offsets[np.repeat(self._masked, counts)] + base] = 0
-        # If the excess sums are finite, so are the taken values; else (corrected rows, unit > 1) check the values.
-        is_sure = values is passed.values and (self._unit is None or self._unit.max() <= 1)
         piece, entries = self._entries(offsets, values, counts, memories, report)
-        is_finite = is_finite and (is_sure or bool(np.isfinite(piece.values.numpy()).all()))
-        return Sent([piece], entries, is_finite)
+        return Sent([piece], entries, is_finite and bool(np.isfinite(piece.values.numpy()).all()))
 
-    def _corrected(
-        self,
-        offsets: Integers,
-        passed: Passed,
-        thresholds: NDArray[np.float64],
-        recalls: Sequence[SelectorState],
-        residuals: Reals,
-    ) -> Corrected:
-        """Correct the tensors whose number of entries misses ``k``, and note the next thresholds."""
-        drifts = np.zeros(thresholds.size)
-        drifts[self._searched] = [recall.get("drift", 0.0) for recall in recalls]
-        base = self._span.start
-        found = correct(self._rows, self._sizes, self._k, base, residuals, thresholds, drifts, passed, offsets)
-        offsets, values, counts = found
-        left = []
-        columns = (each[self._searched].tolist() for each in (counts, thresholds, drifts))
-        for row, recall, count, threshold, drift in zip(self._searched, recalls, *columns, strict=True):
-            if count < 0:
-                left.append((row, recall))
-            else:
-                recall["threshold"], recall["drift"] = threshold, drift
-        if not left:
-            return found
-        counts[counts < 0] = 0
-        pieces: list[tuple[Integers, Reals]] = []
-        ends, done = np.cumsum(counts).tolist(), 0
-        for row, recall in left:
-            start = int(self._rows["start"][row])
-            source = Memory(
-                torch.from_numpy(residuals[start : start + int(self._sizes[row])]), None, float(self._rows["keep"][row])
-            )
-            taken = warm(source, int(self._k[row]), recall)
-            pieces.append((offsets[done : ends[row]], values[done : ends[row]]))
-            pieces.append((taken.offsets.numpy() + (start - base), taken.values.numpy()))
-            counts[row], done = taken.offsets.numel(), ends[row]
-        pieces.append((offsets[done:], values[done:]))
-        offsets, values = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
-        return Corrected(offsets, values, counts)
+    def _reads(self, gradients: Gradients) -> NDArray[np.bool_]:
+        return gradients.on_host[self._places]
 
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that the loops can read: itself if its elements lie in order."""
-    if not tensor.is_contiguous():
-        tensor = tensor.detach().contiguous()
-    return tensor if tensor.dtype in KINDS else tensor.detach().float()
+    def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
+        return super()._plain(tensor.detach().cpu())

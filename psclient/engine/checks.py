@@ -13,7 +13,6 @@ from psclient.compress.groups import ParamGroups
 from psclient.errors import ConfigurationError, ModelChangedError, NonFiniteGradientError
 from psclient.model.module import TrainedModel, edits_of
 from pscore.selection.host.segments import first_not_finite
-from pscore.selection.kernels import COMPILED_FROM
 
 
 def gather(model: TrainedModel, groups: ParamGroups, positions: range) -> dict[int, torch.Tensor]:
@@ -63,7 +62,7 @@ def finite(model: TrainedModel, gradients: Mapping[int, torch.Tensor], *, waits:
     if not waits and (found.addresses != 0).all():
         found.unsound = (~norms(found.values()).isfinite().all()).int()
         return found
-    is_plain = (found.addresses != 0) & found.on_host & (model.layout.size >= COMPILED_FROM)
+    is_plain = (found.addresses != 0) & found.on_host
     row = first_not_finite(*(column[is_plain] for column in (found.addresses, found.kinds, found.sizes)))
     others = found.positions[~is_plain].tolist()
     bad = [] if row is None else [int(found.positions[is_plain][row])]

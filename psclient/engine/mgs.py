@@ -54,17 +54,12 @@ class LayerDensity:
                 f"lags needs 0 < lowest ≤ start ≤ highest ≤ 1, not {self.lowest}, {self.start}, {self.highest}"
             )
 
-    def check(self, *, overlap: bool, select_over: str) -> None:
+    def check(self, *, overlap: bool) -> None:
         """Raise :class:`ConfigurationError` if densities by layer would mean nothing."""
         if not overlap:
             raise ConfigurationError(
                 "density=lags() hides pushes behind the backward pass, and without overlap there is none left: pass "
                 "overlap=True, or give a number as density"
-            )
-        if select_over != "tensor":
-            raise ConfigurationError(
-                "density=lags() gives each tensor a density of its own, and select_over='group' selects over several: "
-                "set select_over to tensor"
             )
 
     def __call__(self, step: int) -> float:

@@ -119,7 +119,7 @@ class Worker:
         if (merges := settings.merge == "mgs") or layer_density is not None:
             self.merged = MergedGradients(model.layout, self.grouping, layer_density, merges=merges)
         dense_below = model.layout.whole_below(settings.dense_below)
-        choice = Choice(SELECTORS[settings.selector], settings.select_over, dense_below)
+        choice = Choice(SELECTORS[settings.selector], dense_below)
         self.selector = Compressor(method, model, memories, groups, choice, self.grouping)
 
     def _end_predecessors(self) -> None:

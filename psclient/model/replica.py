@@ -25,7 +25,6 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.selection.cuda import device_kernels
 from pscore.selection.cuda.launches import SCATTERED_BYTES, TARGET, DeviceKernels
 from pscore.selection.host.segments import KINDS
-from pscore.selection.kernels import COMPILED_FROM
 from pscore.wire.dense import bytes_of
 
 _BLOCK = 1 << 18  # elements that share a checksum of 32 bits
@@ -280,7 +279,7 @@ class Replica:
         """Write a segment's entries of fp32 tensors on the host; return the positions of the tensors that are left."""
         touched = self.layout.positions(segment.span)
         values = segment.values
-        if self.layout.size < COMPILED_FROM or not values.is_cpu or values.dtype != torch.float32:
+        if not values.is_cpu or values.dtype != torch.float32:
             return touched
         from psclient.model import replica_loops
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from pscore.model.layout import ModelLayout
 from pscore.model.sparse_slice import SparseSlice
 from pscore.selection.cuda.launches import DeviceKernels
-from pscore.selection.host.segments import Integers
+from pscore.selection.rule import Integers
 
 
 def scatter(

@@ -147,7 +147,7 @@ class ParameterServerOptimizer(Optimizer):
         self._groups = ParamGroups(self.param_groups, self._own_density)
         layer_density = density if isinstance(density, LayerDensity) else None
         if layer_density is not None:
-            layer_density.check(overlap=overlap, select_over=resolved.select_over)
+            layer_density.check(overlap=overlap)
         forms = None
         if following is not None:
             forms = BudgetSchedule(following, self._model.layout, resolved.dense_below, sends_all=method.sends_all)

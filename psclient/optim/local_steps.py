@@ -174,7 +174,8 @@ class LocalSteps:
         finally:
             self._undo()
         for position, delta in differences.items():
-            self._worker.selector.memories.of("residual", position).add_(delta.reshape(-1))
+            residual = self._worker.selector.memories.of("residual", position)
+            residual.add_(delta.reshape(-1).to(residual.device))
 
     def _push(self, differences: Deltas) -> None:
         """Push the differences of local steps; without any, end a push that a lost server has interrupted."""

@@ -1,8 +1,9 @@
-"""Selectors: which entries of a tensor, or of a merged group, are sent."""
+"""Selectors: which entries of a tensor are sent."""
 
-from pscore.selection.base import TOLERANCE, Selector, SelectorState, exact
-from pscore.selection.research import ldte, reuse, sampled, trimmed
-from pscore.selection.warm import warm
+from collections.abc import Mapping
+
+from pscore.selection.exact import Selector, exact, ldte
+from pscore.selection.rule import TOLERANCE, SelectorState
 
 __all__ = [
     "DEFAULT_DENSE_BELOW",
@@ -14,17 +15,10 @@ __all__ = [
     "entries_for",
 ]
 
-SELECTORS: dict[str, Selector] = {
-    "exact": exact,
-    "sampled": sampled,
-    "trimmed": trimmed,
-    "ldte": ldte,
-    "warm": warm,
-    "reuse": reuse,
-}
-"""Every selector by name."""
-
 DEFAULT_SELECTOR = "warm"
+
+SELECTORS: Mapping[str, Selector | None] = {"exact": exact, "ldte": ldte, DEFAULT_SELECTOR: None}
+"""Every selector by name; ``None`` is the rule of :mod:`pscore.selection.rule`, of all tensors at once."""
 
 DEFAULT_DENSE_BELOW = 4096
 """Tensors with fewer elements (biases, norms) are sent whole: they cost little and matter much. 0 exempts nothing."""

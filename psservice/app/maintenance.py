@@ -6,8 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 
-from pscore.warmup import warm_up
-from psservice.model import reply_loops
+from psservice.model.warmup import warm_up
 
 log = logging.getLogger("psservice")
 
@@ -43,7 +42,6 @@ class MaintenanceThread:
         if self._size() >= _WORTH_COMPILING:
             try:
                 warm_up()
-                reply_loops.warm_up()
             except Exception:  # the first push meets the same error, and answers with it
                 log.exception("the loops could not be compiled ahead")
         trim = _malloc_trim()

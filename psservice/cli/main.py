@@ -139,9 +139,7 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _compile() -> int:
-    from pscore.warmup import warm_up
-    from psservice.model import reply_loops
+    from psservice.model.warmup import warm_up
 
     warm_up()
-    reply_loops.warm_up()
     return EXIT_DONE

@@ -22,7 +22,6 @@ ChangedIndices = torch.Tensor | None
 _MOST_VERSIONS = 100_000  # a bound on what empty pushes may cost; real ones reach the entry limit long before
 ALMOST_ALL = 0.8
 """Share of n from which on a change counts as one of everything: values alone are fewer bytes than with offsets."""
-_COMPILED_FROM = 16_384  # entries: fewer are sorted, and a small model never waits for the compiler
 _SCAN_FROM = 1 / 256  # share of n from which marking and scanning a bitmap of n bits beats sorting (measured)
 
 
@@ -124,7 +123,7 @@ def union(changes: Sequence[ChangedIndices], size: int) -> ChangedIndices:
         return _sorted_union(known)
     words, count = _bitmap(known, size)
     offsets = np.empty(count, np.int64)
-    reply_loops.gather(words, None, offsets, None)
+    reply_loops.gather.on(count)(words, None, offsets, None)
     return torch.from_numpy(offsets)
 
 
@@ -136,26 +135,21 @@ def gather(changes: Sequence[ChangedIndices], theta: torch.Tensor) -> tuple[torc
     if len(known) > 1 and theta.device.type == "cpu" and _is_scanned(known, theta.numel()):
         words, count = _bitmap(known, theta.numel())
         offsets, values = np.empty(count, np.int64), np.empty(count, np.float32)
-        reply_loops.gather(words, theta.numpy(), offsets, values)
+        reply_loops.gather.on(count)(words, theta.numpy(), offsets, values)
         return torch.from_numpy(offsets), torch.from_numpy(values)
     united = union(known, theta.numel())
     assert united is not None
-    if theta.device.type == "cpu" and not is_compiled(united.numel()):  # torch's three calls cost several times as much
-        few = united.numpy().astype(np.int64)
-        return torch.from_numpy(few), torch.from_numpy(theta.numpy()[few])
-    place = united.to(theta.device).long()
-    return place, theta[place]
+    if theta.is_cpu:  # for few of them torch's three calls cost several times as much
+        place = united.numpy().astype(np.int64)
+        return torch.from_numpy(place), torch.from_numpy(theta.numpy()[place])
+    on_device = united.to(theta.device).long()
+    return on_device, theta[on_device]
 
 
 def most_changed(changes: Sequence[ChangedIndices] | None, size: int) -> int | None:
     """Bound the entries of a union; ``None`` for every element."""
     known = [changed.numel() for changed in changes or () if changed is not None]
     return None if changes is None or len(known) < len(changes) else min(size, sum(known))
-
-
-def is_compiled(entries: int) -> bool:
-    """Tell whether compiled loops work on so many entries, on the host."""
-    return entries >= _COMPILED_FROM
 
 
 def _known(changes: Sequence[ChangedIndices]) -> list[torch.Tensor] | None:
@@ -168,14 +162,14 @@ def _known(changes: Sequence[ChangedIndices]) -> list[torch.Tensor] | None:
 def _is_scanned(known: list[torch.Tensor], size: int) -> bool:
     """Tell whether a bitmap is scanned for the union, and not the offsets sorted."""
     entries = sum(each.numel() for each in known)
-    return known[-1].device.type == "cpu" and is_compiled(entries) and entries >= _SCAN_FROM * size
+    return known[-1].is_cpu and entries >= _SCAN_FROM * size
 
 
 def _bitmap(known: list[torch.Tensor], size: int) -> tuple[NDArray[np.uint64], int]:
     """Mark the offsets in a bitmap of ``size`` bits; return its words, and how many bits are set."""
     words = np.zeros(-(-size // 64), np.uint64)
     for each in known:
-        reply_loops.mark(words, each.numpy())
+        reply_loops.mark.on(each.numel())(words, each.numpy())
     return words, int(np.bitwise_count(words).sum(dtype=np.int64))
 
 

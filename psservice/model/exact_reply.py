@@ -17,7 +17,7 @@ from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice, entries
 from pscore.wire.frames import WireForm
 from psservice.model import reply_loops
-from psservice.model.changelog import ChangedIndices, gather, is_compiled, most_changed
+from psservice.model.changelog import ChangedIndices, gather, most_changed
 from psservice.model.parameters import ModelShard
 from psservice.model.shared_reply import DenseMessages, Messages, ReplyMessages, SharedReply
 
@@ -158,11 +158,11 @@ def _merged(found: Entries, late: Entries) -> Entries:
     """Merge entries; those that were read late count if both have one."""
     if not late[0].numel():
         return found
-    if late[0].device.type == "cpu" and is_compiled(found[0].numel() + late[0].numel()):
+    if late[0].is_cpu:
         size = found[0].numel() + late[0].numel()
         all_offsets, all_values = np.empty(size, np.int64), np.empty(size, np.float32)
         before, after = [each.numpy() for each in found], [each.numpy() for each in late]
-        count = reply_loops.merge(before[0], before[1], after[0], after[1], all_offsets, all_values)
+        count = reply_loops.merge.on(size)(before[0], before[1], after[0], after[1], all_offsets, all_values)
         return torch.from_numpy(all_offsets[:count]), torch.from_numpy(all_values[:count])
     offsets = torch.unique(torch.cat([found[0], late[0]]))
     values = offsets.new_empty(offsets.numel(), dtype=torch.float32)

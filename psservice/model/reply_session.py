@@ -9,7 +9,6 @@ import torch
 
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
-from pscore.selection.kernels.base import Taken
 from pscore.telemetry.tracing import traced
 from pscore.wire import frames
 from pscore.wire.errors import ErrorCode, Rejected
@@ -24,7 +23,7 @@ from psservice.model.exact_reply import (
 )
 from psservice.model.parameters import ModelShard
 from psservice.model.shared_reply import Messages, ReplyMessages
-from psservice.model.topk import DifferenceSelection, TopKSettings, add_at
+from psservice.model.topk import DifferenceSelection, SelectedEntries, TopKSettings, add_at
 from psservice.policy.reply_mode import ReplyRule
 
 _PENDING_ENTRY_BYTES = 24
@@ -255,7 +254,7 @@ class ReplyMaker:
             if self.topk.density >= 1:
                 self.reserve(12 * model.span.length)
                 entries = entries.everywhere()  # places cost more than zeros do
-                taken = Taken(
+                taken = SelectedEntries(
                     torch.arange(model.span.length, dtype=torch.int64, device=entries.values.device), entries.values
                 )
             encoded = list(frames.encode(entries, form, chunk_bytes=self.topk.chunk_bytes))

@@ -5,9 +5,9 @@ the next selection searches only the entries that the log of changes names and t
 of them exceed the bound, the result is that of a full search. Otherwise that tensor is searched whole, and its bound
 falls.
 
-On the host the default selector is one compiled call over all tensors (:func:`psservice.model.reply_loops.select`). Any
-other selector and a small shard select tensor by tensor, and a device from all tensors at once, from a copy of the
-difference: pushes may change the parameters meanwhile, and a selection reads each element more than once.
+On the host the default selector is one call over all tensors (:func:`psservice.model.reply_loops.select`). Another
+selector chooses tensor by tensor, and a device from all tensors at once, from a copy of the difference: pushes may
+change the parameters meanwhile, and a selection reads each element more than once.
 """
 
 import math
@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,20 +25,17 @@ import torch
 
 from pscore.model.layout import ModelLayout, Span
 from pscore.selection import Selector, entries_for
-from pscore.selection.base import nothing, take_all
 from pscore.selection.cuda import device_kernels
 from pscore.selection.cuda.launches import TARGET, DeviceKernels
 from pscore.selection.cuda.segments import CHANCE, DeviceSegments
-from pscore.selection.inputs import Memory
-from pscore.selection.kernels.base import Taken
-from pscore.selection.warm import deviation, warm
+from pscore.selection.rule import deviation
 from pscore.wire.budget import FEWEST_BYTES, bits_of, density_of, element_bits, most_whole
 from pscore.wire.codecs.values import VALUE_FORMATS
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.frames import WireForm
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model import reply_loops
-from psservice.model.changelog import ChangeLog, is_compiled, most_changed, union
+from psservice.model.changelog import ChangeLog, most_changed, union
 from psservice.model.parameters import ModelShard
 
 _WORTH_IT = 1 / 40
@@ -50,6 +47,13 @@ _ROOM = 4
 _HITS = 256  # of ``k``, that a sample should have: its threshold then misses ``k`` by some percent
 _LEAST_SHARE, _LARGEST_SHARE = 256, 16  # a sample takes one element in 16 to 256
 _SAMPLED_FROM = 4096  # elements; smaller tensors are their own sample
+
+
+class SelectedEntries(NamedTuple):
+    """Entries on the host: int64 offsets, strictly increasing, and fp32 values."""
+
+    offsets: torch.Tensor
+    values: torch.Tensor
 
 
 class ImageBudget:
@@ -105,7 +109,7 @@ class TopKSettings:
 
     density: float
     dense_below: int
-    selector: Selector
+    selector: Selector | None
     value: int = pb.VALUE_CODEC_FP32
     chunk_bytes: int = 1 << 20
     images: ImageBudget = field(default_factory=lambda: ImageBudget(sys.maxsize))
@@ -178,26 +182,26 @@ class Table:
 
     def select(
         self, theta: torch.Tensor, image: torch.Tensor, among: torch.Tensor | None
-    ) -> tuple[Taken, npt.NDArray[np.float32]]:
-        """Select by the compiled loop; return the entries, and the bounds once these have been sent.
+    ) -> tuple[SelectedEntries, npt.NDArray[np.float32]]:
+        """Select by one loop over all tensors; return the entries, and the bounds once these have been sent.
 
         ``among`` has offsets that cover every entry that may exceed its bound.
         """
         bounds = self.bounds.copy()
         offsets, values = np.empty(self.room, np.int64), np.empty(self.room, np.float32)
         candidates = np.empty(0, np.int64) if among is None else among.long().numpy()
-        count = reply_loops.select(
-            theta.numpy(), image.numpy(), candidates, among is not None, self.starts, self.ends, self.ks,
+        count = reply_loops.select.on(theta.numel())(
+            theta.cpu().numpy(), image.cpu().numpy(), candidates, among is not None, self.starts, self.ends, self.ks,
             self._rooms, self._samples, bounds, offsets, values,
         )  # fmt: skip
         offsets.resize(count, refcheck=False)  # frees the rest, and copies nothing
         values.resize(count, refcheck=False)
-        return Taken(torch.from_numpy(offsets), torch.from_numpy(values)), bounds
+        return SelectedEntries(torch.from_numpy(offsets), torch.from_numpy(values)), bounds
 
-    def select_on_device(self, difference: torch.Tensor, kernels: DeviceKernels) -> Taken:
+    def select_on_device(self, difference: torch.Tensor, kernels: DeviceKernels) -> SelectedEntries:
         """Select from a difference, which is used up, by one series of launches; return the entries on the host."""
         if not difference.numel():
-            return nothing(difference)
+            return SelectedEntries(torch.empty(0, dtype=torch.int64), torch.empty(0))
         if self._segments is None:
             self._segments = DeviceSegments(kernels, self.ends - self.starts, self.starts)
             self._segments.rows["searched"] = self.ks < self.ends - self.starts
@@ -211,19 +215,24 @@ class Table:
             selected = self._segments.collect(parts, {})
         finally:
             self._segments.wait()
-        return Taken(torch.from_numpy(selected.offsets), torch.from_numpy(selected.values))
+        return SelectedEntries(torch.from_numpy(selected.offsets), torch.from_numpy(selected.values))
 
-    def rounded(self, taken: Taken, arrived: torch.Tensor) -> torch.Tensor:
+    def rounded(self, taken: SelectedEntries, arrived: torch.Tensor) -> torch.Tensor:
         """Return the offsets at which what is left of values that arrived rounded may exceed a tensor's bound."""
-        if taken.offsets.device.type == "cpu" and is_compiled(taken.offsets.numel()):
-            offsets = np.empty(taken.offsets.numel(), np.int64)
-            count = reply_loops.rounded(
-                taken.offsets.numpy(), taken.values.numpy(), arrived.numpy(), self.ends, self.bounds, offsets
-            )
-            return torch.from_numpy(offsets[:count].copy())
-        bounds = torch.from_numpy(self.bounds).to(arrived.device)
-        tensors = torch.bucketize(taken.offsets, torch.from_numpy(self.ends).to(arrived.device), right=True)
-        return taken.offsets[(taken.values - arrived).abs() > bounds[tensors] / 2]
+        offsets, size = np.empty(taken.offsets.numel(), np.int64), taken.offsets.numel()
+        count = reply_loops.rounded.on(size)(
+            taken.offsets.numpy(), taken.values.numpy(), arrived.numpy(), self.ends, self.bounds, offsets
+        )
+        return torch.from_numpy(offsets[:count].copy())
+
+    def select_by_tensor(self, difference: npt.NDArray[np.float32], selector: Selector) -> SelectedEntries:
+        """Let a selector choose in one tensor after the other; every entry that is not zero of those sent whole."""
+        pieces = [np.empty(0, np.int64)]
+        for start, end, k in zip(self.starts.tolist(), self.ends.tolist(), self.ks.tolist(), strict=True):
+            part = difference[start:end]
+            pieces.append((np.flatnonzero(part) if k == part.size else selector(part, k)) + start)
+        offsets = np.concatenate(pieces)
+        return SelectedEntries(torch.from_numpy(offsets), torch.from_numpy(difference[offsets]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +247,7 @@ class Selected:
     """
 
     version: int
-    taken: Taken
+    taken: SelectedEntries
     seen: tuple[ChangeLog, int]
     bounds: npt.NDArray[np.float32] | None
 
@@ -256,22 +265,22 @@ class DifferenceSelection:
     _on_device: Callable[[torch.device], DeviceKernels | None] = device_kernels
     _table: Table | None = None
     _seen: tuple[ChangeLog, int] | None = None
-    _sent: tuple[Taken, torch.Tensor] | None = None
+    _sent: tuple[SelectedEntries, torch.Tensor] | None = None
 
     def select(self, model: ModelShard, image: torch.Tensor) -> Selected:
         """Select from ``theta − image``. Each shard selects from its own part of a tensor that a border cuts."""
         log = model.changelog
         position, version = log.appended, model.version  # before anything is read
         table, bounds = self._table_of(model), None
-        if self._is_compiled(model.theta):
-            taken, bounds = table.select(model.theta, image, self._among(model))
-        elif self.settings.selector is warm and (kernels := self._on_device(model.theta.device)) is not None:
+        if self.settings.selector is not None:
+            taken = table.select_by_tensor((model.theta - image).cpu().numpy(), self.settings.selector)
+        elif (kernels := self._on_device(model.theta.device)) is not None:
             taken = table.select_on_device(model.theta - image, kernels)
         else:
-            taken = self._by_tensor(model.theta - image, table)
+            taken, bounds = table.select(model.theta, image, self._among(model))
         return Selected(version, taken, (log, position), bounds)
 
-    def commit(self, selected: Selected, taken: Taken, arrived: torch.Tensor) -> None:
+    def commit(self, selected: Selected, taken: SelectedEntries, arrived: torch.Tensor) -> None:
         """Count a selection as sent, in the entries ``taken`` with the values that ``arrived``.
 
         What is left of them is searched again.
@@ -286,16 +295,13 @@ class DifferenceSelection:
     def nbytes(self, model: ModelShard) -> int:
         """Return the most bytes that a selection occupies, as a rule, with its result."""
         table = self._table_of(model)
-        if self._is_compiled(model.theta):
+        if model.theta.is_cpu and self.settings.selector is None:
             return 12 * table.room
         return 4 * model.span.length + 24 * table.entries
 
     def _table_of(self, model: ModelShard) -> Table:
         self._table = self._table or Table(model, self.settings)
         return self._table
-
-    def _is_compiled(self, theta: torch.Tensor) -> bool:
-        return self.settings.selector is warm and theta.device.type == "cpu" and is_compiled(theta.numel())
 
     def _among(self, model: ModelShard) -> torch.Tensor | None:
         """Return offsets that cover every entry that may exceed its bound; ``None``: search everything."""
@@ -309,21 +315,11 @@ class DifferenceSelection:
             changes.append(self._table_of(model).rounded(*self._sent))
         return union(changes, size)
 
-    def _by_tensor(self, difference: torch.Tensor, table: Table) -> Taken:
-        """Select in one tensor after the other."""
-        pieces = [nothing(difference)]
-        rows = zip(table.starts.tolist(), table.ends.tolist(), table.ks.tolist(), table.states, strict=True)
-        for start, end, k, state in rows:
-            part = Memory(difference[start:end])
-            taken = take_all(part) if k == part.numel else self.settings.selector(part, k, state)
-            pieces.append(Taken(taken.offsets + start, taken.values))
-        return Taken(torch.cat([each.offsets for each in pieces]), torch.cat([each.values for each in pieces]))
-
 
 def add_at(x: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None:
     """``x[offsets] += values``; offsets int64, each once."""
-    if x.device.type == "cpu" and is_compiled(offsets.numel()):
-        reply_loops.add_at(x.numpy(), offsets.numpy(), values.numpy())
+    if x.is_cpu:
+        reply_loops.add_at.on(offsets.numel())(x.numpy(), offsets.numpy(), values.numpy())
     elif offsets.device == x.device or (kernels := device_kernels(x.device)) is None:
         x[offsets.to(x.device)] += values.to(x.device)
     else:

@@ -71,14 +71,9 @@ class Tensors(dict):
 
     def of(self, name, like, selector):
         if "compressor" not in self.__dict__:
-            choice = Choice(selector, "tensor", 0, compiled_from=COMPILED_FROM)
-            self.compressor = OneTensor(METHODS[name], like, choice)
+            self.compressor = OneTensor(METHODS[name], like, Choice(selector, 0))
             self.compressor.states[self.compressor.parameter] = self
         return self.compressor
-
-
-COMPILED_FROM = 0
-"""Elements from which the compiled pass is tested; small tensors on the host take the other way."""
 
 
 def push(name, state, gradient, group, density=1.0, value="fp32", selector=SELECTORS["exact"]):

@@ -6,7 +6,7 @@ import torch
 from pscore.selection.cuda.launches import DeviceKernels
 from pscore.selection.cuda.segments import DeviceSegments
 from pscore.selection.host import segments
-from pscore.selection.host.segments import KINDS
+from pscore.selection.host.segments import KINDS, HostSegments
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """A GPU where there is one; elsewhere the CPU, and Triton's interpreter (see tests/conftest.py)."""
@@ -76,12 +76,9 @@ class Twins:
         for name in segments.ROW.names:
             if name not in ("gradient", "parameters"):
                 self.own[name] = self.rows[name]
-        pieces = segments.Pieces(self.sizes)
-        pieces.make_room(self.sizes)
-        passed = segments.update(
-            self.own, pieces, clip, self.host["memory"], self.host["momentum"], np.zeros(0, np.float32), 0
-        )
-        offsets = passed.offsets
-        if offsets is None:
-            offsets = np.arange(passed.values.size)
-        return offsets, passed.values, passed.taken
+        self.own["searched"] = False
+        own = HostSegments(self.sizes)
+        own.rows[:] = self.own
+        own.want(self.sizes)
+        offsets, values, counts, _ = own.select(clip, self.host["memory"], self.host["momentum"], 0, {})
+        return np.arange(values.size) if offsets is None else offsets, values, counts

@@ -16,6 +16,6 @@ def device_kernels(device: torch.device) -> launches.DeviceKernels | None:
     if device.type != "cuda":
         return None
     if not launches.available():
-        log.warning("Triton is not installed: entries are selected by plain torch operations, which is slower")
+        log.warning("Triton is not installed: gradients are copied to the host, which selects entries: that is slower")
         return None
     return launches.DeviceKernels(device)

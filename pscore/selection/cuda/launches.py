@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from pscore.selection.host import segments
-from pscore.selection.host.segments import KINDS, Integers, Reals
+from pscore.selection.host.segments import KINDS
+from pscore.selection.rule import Integers, Reals
 
 ROW = np.dtype(
     [

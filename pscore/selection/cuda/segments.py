@@ -1,23 +1,30 @@
 """Selects from all tensors of a device at once: the threshold of the last step, in three launches.
 
-The rule is that of :func:`pscore.selection.warm.warm`, with the same state. If a tensor's number of entries is not
-accepted, or no threshold is known, a search on the device finds one, for these tensors only; if equal magnitudes lie
-on both sides of ``k`` they are ranked. Of a surplus the ``k`` largest entries stay taken, and one launch puts the rest
-back.
+The rule is that of :mod:`pscore.selection.rule`, with the same state. If a tensor's number of entries is not accepted,
+or no threshold is known, a search on the device finds one, for these tensors only; if equal magnitudes lie on both
+sides of ``k`` they are ranked. Of a surplus the ``k`` largest entries stay taken, and one launch puts the rest back.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from pscore.selection.base import SelectorState, largest
 from pscore.selection.cuda.launches import ROW, TARGET, DeviceKernels, Found, Pending
-from pscore.selection.host.segments import Integers, Reals
-from pscore.selection.inputs import Memory
-from pscore.selection.kernels.base import Taken
-from pscore.selection.warm import ROOM, deviation, predict, rank, warm
+from pscore.selection.exact import largest
+from pscore.selection.rule import (
+    RANKED_STEPS,
+    ROOM,
+    SMALL_SIZE,
+    Integers,
+    Reals,
+    SelectorState,
+    deviation,
+    remember,
+    threshold_of,
+)
 
 CHANCE = 2
 """Square roots of ``k`` by which a count may be off, whatever the size: a search costs launches, not passes."""
@@ -69,7 +76,7 @@ class DeviceSegments:
         self._states = dict(states)
         searched = list(self._states)
         # A ranked tensor has no threshold.
-        self.rows["threshold"][searched] = [state.get("threshold", np.inf) for state in self._states.values()]
+        self.rows["threshold"][searched] = [threshold_of(state) for state in self._states.values()]
         self._pending = self._kernels.launch(self.rows, self._pieces, clip, unsound)
 
     @property
@@ -132,13 +139,16 @@ class DeviceSegments:
             self._predict(found, again)
             counts[again] = found.taken
         for row in np.flatnonzero(counts < 0).tolist():
-            source, k = Memory(memories[row], None, float(self.rows["keep"][row])), int(self.rows["wanted"][row])
-            ranked = (warm if "ranked" in self._states[row] else rank)(source, k, self._states[row])
-            taken = Taken(*(each.cpu() for each in ranked))
-            parts.append((taken.offsets.numpy() + self._starts[row], taken.values.numpy()))
+            offsets, values = rank(memories[row], int(self.rows["wanted"][row]), float(self.rows["keep"][row]))
+            found_values = values.cpu().numpy()
+            parts.append((offsets.cpu().numpy() + self._starts[row], found_values))
             if row in momenta:
-                momenta[row][ranked.offsets] = 0
-            counts[row] = taken.offsets.numel()
+                momenta[row][offsets] = 0
+            counts[row], state = offsets.numel(), self._states[row]
+            is_small = memories[row].numel() <= SMALL_SIZE
+            steps = int(state["ranked"]) - 1 if "ranked" in state else 0 if is_small else RANKED_STEPS
+            least = np.abs(found_values).min(initial=np.inf)
+            remember(state, float(np.nextafter(least, np.float32(0))) if offsets.numel() else math.inf, 0.0, steps)
 
     def _put_back(self, offsets: Integers, values: Reals) -> None:
         """Write entries, ascending, back to the memories that they were taken from."""
@@ -161,7 +171,7 @@ class DeviceSegments:
         for row in np.flatnonzero(has_surplus).tolist():
             part = slice(ends[row] - taken[row], ends[row])
             stays[part] = False
-            stays[part][largest(torch.from_numpy(found.values[part]), int(rows["wanted"][row])).numpy()] = True
+            stays[part][largest(found.values[part], int(rows["wanted"][row]))] = True
         parts = np.flatnonzero(~stays), np.flatnonzero(stays & (has_surplus & rows["masked"])[of])
         targets = np.zeros(2 * count, TARGET)
         targets["address"] = np.concatenate([rows["memory"], rows["momentum"]])
@@ -187,13 +197,25 @@ class DeviceSegments:
 
     def _predict(self, found: Found, numbers: Integers) -> None:
         """Set the next thresholds of those searched rows, among ``numbers``, whose entries were accepted."""
+        from pscore.selection.host import rule_loops
+
         which = np.flatnonzero(self.rows["searched"][numbers] & (found.taken >= 0))
         states = [self._states[row] for row in numbers[which].tolist()]
-        expected = np.array([state.get("threshold", np.inf) for state in states])
+        thresholds = np.array([threshold_of(state) for state in states])
         drifts = np.array([state.get("drift", 0.0) for state in states])
-        thresholds, drifts = predict(
-            found.thresholds[which], expected, drifts, found.taken[which], found.excess[which],
+        rule_loops.predict(
+            found.thresholds[which], thresholds, drifts, found.taken[which], found.excess[which],
             self.rows["wanted"][numbers[which]],
         )  # fmt: skip
         for state, threshold, drift in zip(states, thresholds.tolist(), drifts.tolist(), strict=True):
-            state["threshold"], state["drift"] = threshold, drift
+            remember(state, threshold, drift)
+
+
+def rank(memory: torch.Tensor, k: int, keep: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take the exact top-k out of a memory on its device, of equal ones the first, and no zero: offsets, values."""
+    # A stable sort, because topk may choose any of equal elements.
+    offsets = memory.abs().sort(descending=True, stable=True).indices[:k].sort().values
+    offsets = offsets[memory[offsets] != 0]
+    values = memory[offsets]
+    memory[offsets] = keep * values
+    return offsets, values

@@ -1,9 +1,10 @@
-"""One pass over many tensors on the host: add each one's gradient to its memory, and take the entries above thresholds.
+"""Selection from all tensors of a table on the host: one pass adds each one's gradient to its memory and takes entries.
 
 A table has a row for each tensor. It is cut into pieces of a fixed size, which are spread over threads: no sum depends
 on the number of threads.
 """
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -11,10 +12,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pscore.selection.kernels.cpu import in_parallel, parts_of
-
-Integers = NDArray[np.int64]
-Reals = NDArray[np.float32]
+from pscore.selection.exact import Selector
+from pscore.selection.host.threads import in_parallel, parts_of
+from pscore.selection.rule import (
+    CHANCE,
+    ROOM,
+    SMALL_SIZE,
+    Integers,
+    Reals,
+    SelectorState,
+    deviation,
+    remember,
+    threshold_of,
+)
 
 PIECE = 1 << 16  # elements
 
@@ -51,13 +61,30 @@ KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Dtypes of gradients and parameters, as the loops number them."""
 
 
-class Passed(NamedTuple):
-    """The entries that a pass has taken, ascending over all tensors, and counts a row.
+NOTHING: Reals = np.zeros(0, np.float32)
+
+
+class Selected(NamedTuple):
+    """The entries that were taken, ascending over all tensors.
 
     Attributes:
-        offsets: int64, counted from the table's base; ``None`` if every element from there on, up to the last, is
-            taken.
+        offsets: int64, counted from the table's base; ``None``: every element from there on, up to the last.
         values: fp32, the memory's values before.
+        counts: of the entries of each row.
+        is_finite: whether all that was found above the thresholds is.
+    """
+
+    offsets: Integers | None
+    values: Reals
+    counts: Integers
+    is_finite: bool
+
+
+class _Passed(NamedTuple):
+    """What a pass has taken, and counts a row.
+
+    Attributes:
+        offsets, values: as of :class:`Selected`.
         above: entries above the threshold, of each row.
         taken: of these the ones that were taken: fewer if there was no room.
         excess: what the magnitudes above the threshold exceed it by, summed, of each row.
@@ -70,7 +97,7 @@ class Passed(NamedTuple):
     excess: NDArray[np.float64]
 
 
-class Pieces:
+class _Pieces:
     """The pieces of tensors of these sizes, none of which is 0."""
 
     def __init__(self, sizes: Integers) -> None:
@@ -93,72 +120,164 @@ class Pieces:
         self.room = [int(self.table["room"][part].sum()) for part in self.ranges]
 
 
-def update(
-    rows: NDArray[Any],
-    pieces: Pieces,
-    clip: float,
-    memory: Reals,
-    momentum: Reals,
-    whole: Reals,
-    base: int,
-) -> Passed:
-    """Add ``clip`` times the gradients to the memories, and take what lies above each row's threshold, or write it out.
+class HostSegments:
+    """Tensors on the host, one row each, that are updated and selected from together.
 
-    Args:
-        rows: of :data:`ROW`, ascending in ``start``.
-        pieces: of the rows' sizes, with room for the entries.
-        clip: a factor of all gradients.
-        memory: residuals of all tensors, end to end; changed.
-        momentum: laid out as the memory; changed if a row has a ``factor``.
-        whole: of the tensors that are sent whole, laid out as the memory from ``base`` on; changed.
-        base: from which entries are counted.
+    ``rows`` are of :data:`ROW` or more; addresses, starts and coefficients are the caller's.
     """
-    from pscore.selection.host import segment_loops
 
-    table = pieces.table
-    above, taken = np.empty((2, table.size), np.int64)
-    excess = np.empty(table.size)
+    def __init__(self, sizes: Integers) -> None:
+        self.rows: NDArray[Any] = np.zeros(sizes.size, ROW)
+        self._sizes, self._pieces = sizes, _Pieces(sizes)
+        for name in ("scale", "retain", "rate", "unit"):
+            self.rows[name] = 1
 
-    def loop(part: slice) -> tuple[int, Integers, Reals]:
-        room = pieces.room[pieces.ranges.index(part)]
-        offsets, values = np.empty(room, np.int64), np.empty(room, np.float32)
-        found, first = segment_loops.update(
-            rows, table, part.start, part.stop, np.float32(clip), memory, momentum, whole, base,
-            offsets, values, above, taken, excess,
+    def want(self, wanted: Integers) -> None:
+        """Set how many entries are wanted of each row that is ``searched``; the others send all that they have."""
+        self._wanted = wanted
+        self._off = deviation(wanted, CHANCE * (self._sizes <= SMALL_SIZE))
+        self._searched = self.rows["searched"].copy()
+        self._pieces.make_room(np.where(self._searched, ROOM * wanted, self._sizes))
+
+    def write_out(self, clip: float, memory: Reals, momentum: Reals, whole: Reals, base: int) -> None:
+        """Update rows that are all ``whole``: their values go to ``whole``, laid out as the memory from ``base`` on."""
+        self._update(clip, memory, momentum, whole, base)
+
+    def select(
+        self,
+        clip: float,
+        memory: Reals,
+        momentum: Reals,
+        base: int,
+        states: Mapping[int, SelectorState],
+        selector: Selector | None = None,
+    ) -> Selected:
+        """Add ``clip`` times the gradients to the memories, and take entries.
+
+        If what is taken is not finite, nothing is corrected: the caller puts everything back.
+
+        Args:
+            clip: a factor of all gradients.
+            memory: residuals of all tensors, end to end; changed.
+            momentum: laid out as the memory; changed if a row has a ``factor``.
+            base: from which entries are counted.
+            states: of the rows that are searched.
+            selector: of their entries; ``None`` for the rule of :mod:`pscore.selection.rule`.
+        """
+        rows, searched = self.rows, np.flatnonzero(self._searched).tolist()
+        thresholds, drifts = np.zeros((2, rows.size))
+        if selector is None:
+            thresholds[searched] = [threshold_of(states[row]) for row in searched]
+        else:
+            thresholds[searched] = np.inf
+        rows["threshold"][searched] = thresholds[searched]
+        passed = self._update(clip, memory, momentum, NOTHING, base)
+        is_finite = bool(np.isfinite(passed.excess).all())
+        if not searched or not is_finite:
+            return Selected(passed.offsets, passed.values, passed.taken, is_finite)
+        offsets = np.arange(passed.values.size) if passed.offsets is None else passed.offsets
+        if selector is not None:
+            return self._choose(passed._replace(offsets=offsets), memory, base, selector)
+        drifts[searched] = [states[row].get("drift", 0.0) for row in searched]
+        ranked = np.zeros(rows.size, np.int64)
+        ranked[searched] = [int(states[row].get("ranked", 0)) for row in searched]
+        found = self._correct(passed._replace(offsets=offsets), memory, base, thresholds, drifts, ranked)
+        columns = (each[searched].tolist() for each in (thresholds, drifts, ranked))
+        for row, *kept in zip(searched, *columns, strict=True):
+            remember(states[row], *kept)
+        return found
+
+    def _update(self, clip: float, memory: Reals, momentum: Reals, whole: Reals, base: int) -> _Passed:
+        """Update the memories, and take what lies above each row's threshold, or write it out."""
+        from pscore.selection.host import update_loops
+
+        rows, pieces = self.rows, self._pieces
+        above, taken = np.empty((2, pieces.table.size), np.int64)
+        excess = np.empty(pieces.table.size)
+
+        def loop(part: slice) -> tuple[int, Integers, Reals]:
+            room = pieces.room[pieces.ranges.index(part)]
+            offsets, values = np.empty(room, np.int64), np.empty(room, np.float32)
+            found, first = update_loops.update(
+                rows, pieces.table, part.start, part.stop, np.float32(clip), memory, momentum, whole, base,
+                offsets, values, above, taken, excess,
+            )  # fmt: skip
+            return first, offsets[:found], values[:found]  # pages that were never touched are no memory
+
+        parts = in_parallel(pieces.ranges, loop)
+        values = _joined([each for _, _, each in parts])
+        ends = np.cumsum([0, *(each.size for _, _, each in parts)]).tolist()
+        is_dense = all(first == end for (first, _, _), end in zip(parts, ends, strict=False))
+        for first, offsets, _ in () if is_dense else parts:
+            if first >= 0:
+                offsets[:] = np.arange(first, first + offsets.size)
+        return _Passed(
+            None if is_dense else _joined([offsets for _, offsets, _ in parts]),
+            values,
+            np.add.reduceat(above, pieces.starts),
+            np.add.reduceat(taken, pieces.starts),
+            np.add.reduceat(excess, pieces.starts),
+        )
+
+    def _correct(
+        self,
+        passed: _Passed,
+        memory: Reals,
+        base: int,
+        thresholds: NDArray[np.float64],
+        drifts: NDArray[np.float64],
+        ranked: Integers,
+    ) -> Selected:
+        """Correct the rows whose number of entries misses ``k``; set thresholds, drifts and steps of the next."""
+        from pscore.selection.host import rule_loops
+
+        searched, wanted, off, above = self._searched, self._wanted, self._off, passed.above
+        misses = np.isinf(thresholds) | (above > wanted + off) | ((above < wanted - off) & (thresholds != 0))
+        moves = bool((misses & searched).any())
+        size = int(np.maximum(passed.taken, searched * (wanted + off + 2).astype(np.int64)).sum()) if moves else 0
+        offsets, values = np.empty(size, np.int64), np.empty(size, np.float32)
+        total = rule_loops.correct(
+            self.rows, searched, self._sizes, wanted, off, base, memory, thresholds, drifts, ranked, above,
+            passed.excess, passed.taken, passed.offsets, passed.values, offsets, values, moves,
         )  # fmt: skip
-        return first, offsets[:found], values[:found]  # pages that were never touched are no memory
+        if not moves:
+            return Selected(passed.offsets, passed.values, passed.taken, True)
+        return Selected(offsets[:total], values[:total], passed.taken, True)
 
-    parts = in_parallel(pieces.ranges, loop)
-    values = _joined([each for _, _, each in parts])
-    ends = np.cumsum([0, *(each.size for _, _, each in parts)]).tolist()
-    is_dense = all(first == end for (first, _, _), end in zip(parts, ends, strict=False))
-    for first, offsets, _ in () if is_dense else parts:
-        if first >= 0:
-            offsets[:] = np.arange(first, first + offsets.size)
-    return Passed(
-        None if is_dense else _joined([offsets for _, offsets, _ in parts]),
-        values,
-        np.add.reduceat(above, pieces.starts),
-        np.add.reduceat(taken, pieces.starts),
-        np.add.reduceat(excess, pieces.starts),
-    )
+    def _choose(self, passed: _Passed, memory: Reals, base: int, selector: Selector) -> Selected:
+        """Let a selector choose from the rows that are searched, of which the pass has taken nothing."""
+        assert passed.offsets is not None
+        pieces: list[tuple[Integers, Reals]] = []
+        ends, done = np.cumsum(passed.taken).tolist(), 0
+        for row in np.flatnonzero(self._searched).tolist():
+            start = int(self.rows["start"][row])
+            x = memory[start : start + int(self._sizes[row])]
+            chosen = selector(x, int(self._wanted[row]))
+            values = x[chosen]
+            x[chosen] = self.rows["keep"][row] * values
+            pieces.append((passed.offsets[done : ends[row]], passed.values[done : ends[row]]))
+            pieces.append((chosen + (start - base), values))
+            passed.taken[row], done = chosen.size, ends[row]
+        pieces.append((passed.offsets[done:], passed.values[done:]))
+        offsets, values = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
+        return Selected(offsets, values, passed.taken, True)
 
 
 def first_not_finite(addresses: Integers, kinds: NDArray[np.int8], sizes: Integers) -> int | None:
     """Return the number of the first tensor with an element that is not finite; ``kinds`` as in :data:`KINDS`."""
     if not sizes.size:
         return None
-    from pscore.selection.host import segment_loops
+    from pscore.selection.host import update_loops
 
     if parts_of(int(sizes.sum())) == 1:
         ranges, columns = [slice(0, sizes.size)], [np.arange(sizes.size), np.zeros(sizes.size, np.int64), sizes]
     else:
-        pieces = Pieces(sizes)
+        pieces = _Pieces(sizes)
         ranges = pieces.ranges
         columns = [np.ascontiguousarray(pieces.table[name]) for name in ("row", "first", "size")]
 
     def loop(part: slice) -> int | None:
-        found = segment_loops.first_not_finite(addresses, kinds, *(column[part] for column in columns))
+        found = update_loops.first_not_finite(addresses, kinds, *(column[part] for column in columns))
         return None if found < 0 else int(columns[0][part][found])
 
     return next((found for found in in_parallel(ranges, loop) if found is not None), None)

@@ -18,9 +18,9 @@ import torch
 from pscore.jit import compiled
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
-from pscore.selection.host.segments import Integers, Reals
+from pscore.selection.rule import Integers, Reals
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.model.changelog import ChangedIndices, changed_by, is_compiled
+from psservice.model.changelog import ChangedIndices, changed_by
 from psservice.model.update.base import (
     PLAIN,
     PieceState,
@@ -88,12 +88,13 @@ class RMSprop(UpdateRule):
         factor = self._factor * self._alpha
         rates = np.array(context.group_rates or self.rates, np.float32)[self._groups]
         scalars = np.float32(factor), np.float32(1 - self._alpha), self._eps
-        if self._theta.is_cpu and is_compiled(push.entries):
+        if self._theta.is_cpu:
             offsets = None if push.offsets is None else push.offsets.numpy()
             arrays = self._theta.numpy(), self._squares.numpy(), offsets, push.values.numpy(), self._ends, rates
-            fits = _step_compiled(*arrays, *scalars)
+            fits = step_at.on(push.entries)(*arrays, *scalars)
         else:
-            fits = _step(self._theta, self._squares, push.offsets, push.values, self._ends, rates, *map(float, scalars))
+            tensors = self._theta, self._squares, push.offsets, push.values
+            fits = _step_on_device(*tensors, self._ends, rates, *map(float, scalars))
         if not fits:
             raise Rejected(
                 ErrorCode.NON_FINITE,
@@ -129,8 +130,11 @@ class RMSprop(UpdateRule):
 
 
 @compiled
-def _step_compiled(theta, squares, offsets, values, ends, rates, factor, rest, eps):  # type: ignore[no-untyped-def]
-    """:func:`_step`, in one pass over the entries."""
+def step_at(theta, squares, offsets, values, ends, rates, factor, rest, eps):  # type: ignore[no-untyped-def]
+    """Step the entries at ``offsets``; False, with nothing changed, if a number is too large.
+
+    ``factor`` is ``c`` after the step, ``rest`` is ``1 − α``; ``rates`` of the tensors that end at ``ends``.
+    """
     for j in range(values.size):
         i = j if offsets is None else offsets[j]
         if not (abs(values[j]) <= _LARGEST_GRADIENT and abs(theta[i]) <= _LARGEST_PARAMETER):
@@ -147,7 +151,7 @@ def _step_compiled(theta, squares, offsets, values, ends, rates, factor, rest, e
     return True
 
 
-def _step(
+def _step_on_device(
     theta: torch.Tensor,
     squares: torch.Tensor,
     offsets: torch.Tensor | None,
@@ -158,10 +162,7 @@ def _step(
     rest: float,
     eps: float,
 ) -> bool:
-    """Step the entries at ``offsets``; False, with nothing changed, if a number is too large.
-
-    ``factor`` is ``c`` after the step, ``rest`` is ``1 − α``; ``rates`` of the tensors that end at ``ends``.
-    """
+    """:func:`step_at` by torch's operations."""
     place = torch.arange(values.numel(), dtype=torch.int64, device=theta.device) if offsets is None else offsets
     before = theta[place]
     if not bool(((values.abs() <= float(_LARGEST_GRADIENT)) & (before.abs() <= float(_LARGEST_PARAMETER))).all()):

@@ -1,6 +1,5 @@
-"""The compiled pass over all tensors does what plain torch operations do tensor by tensor, bit for bit."""
+"""The pass over all tensors does what plain numpy does tensor by tensor, bit for bit."""
 
-import copy
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -30,11 +29,11 @@ from psclient.optim.wagma import METHOD as WAGMA
 from psclient.report import StepReport
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
-from pscore.selection import SELECTORS
+from pscore.selection import SELECTORS, entries_for
 from pscore.selection.host import segments
+from tests.pscore.selection_reference import Tensor, accumulate, take_all, warm
 
 METHODS = (ASGD, DGC, DGS, DROPPING, OUTER, SERVER, SSGD, WAGMA)
-NEVER = 1 << 60
 HYPER = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "decay": 1.0, "density": 0.1}
 some = settings(deadline=None, max_examples=40)
 
@@ -42,7 +41,7 @@ some = settings(deadline=None, max_examples=40)
 class Model:
     """Parameters, and a compressor of their gradients."""
 
-    def __init__(self, method, tensors, groups, dense_below, compiled_from, on_device=lambda _: None):
+    def __init__(self, method, tensors, groups, dense_below, on_device=lambda _: None):
         self.parameters = [nn.Parameter(tensor.clone()) for tensor in tensors]
         owned = np.array_split(np.arange(len(tensors)), len(groups))
         self.groups = [
@@ -50,7 +49,7 @@ class Model:
         ]
         self.described = describe(None, self.groups)
         self.states = defaultdict(dict)
-        choice = Choice(SELECTORS["warm"], "tensor", dense_below, on_device=on_device, compiled_from=compiled_from)
+        choice = Choice(SELECTORS["warm"], dense_below, on_device=on_device)
         grouping = SimpleNamespace(densities={})
         self.of_groups = ParamGroups(self.groups)
         self.of_groups.read()
@@ -75,6 +74,63 @@ class Model:
         return [
             {name: memory.clone() for name, memory in self.states[p].items() if isinstance(memory, torch.Tensor)}
             for p in self.parameters
+        ]
+
+
+class Plain:
+    """The same tensor by tensor: the method's recurrence in numpy, and the reference of the selection."""
+
+    def __init__(self, model, method, dense_below):
+        self.model, self.method, self.dense_below = model, method, dense_below
+        self.states = [{} for _ in model.parameters]
+        self.numbers = model.of_groups.numbers_of(model.described.parameters).tolist()
+
+    def compress(self, gradients, clip):
+        """What is sent, as a whole layout; entries by position."""
+        self.entries, self.wanted, self.selected = {}, 0, 0
+        dense = [torch.zeros(p.numel()) for p in self.model.parameters]
+        for n, gradient in gradients.items():
+            self.entries[n] = self._one(n, gradient, clip, dense[n].numpy())
+        return torch.cat(dense)
+
+    def _one(self, n, gradient, clip, sent):
+        group = self.model.of_groups.values(self.numbers[n])
+        rule, state, size = self.method.recurrence(group), self.states[n], sent.size
+        if rule.factor and "momentum" not in state:
+            state["momentum"] = np.zeros(size, np.float32)
+        theta = self.model.parameters[n].detach().float().numpy()
+        g, u = gradient.float().numpy(), state.get("momentum")
+        x = np.float32(rule.rate) * accumulate(g, theta, u, rule.scale, rule.decay, rule.factor, clip)
+        if rule.whole:
+            if "residual" in state:
+                x = np.float32(rule.retain) * state.pop("residual") + x
+            sent[:] = np.float32(rule.unit) * x
+            return size
+        r = state.setdefault("residual", np.zeros(size, np.float32))
+        r[:] = np.float32(rule.retain) * r + x
+        tensor, k = Tensor(r, rule.keep), entries_for(size, group["density"])
+        if size < self.dense_below:
+            offsets, values = take_all(tensor)
+        else:
+            offsets, values = warm(tensor, k, state.setdefault("recall", {}))
+            self.wanted, self.selected = self.wanted + k, self.selected + offsets.size
+            if rule.masks_momentum and rule.factor:
+                u[offsets] = 0
+        sent[offsets] = np.float32(rule.unit) * values
+        return offsets.size
+
+    def restore(self, dense):
+        """Give back a whole layout's worth of what was sent."""
+        for n, part in enumerate(dense.split([p.numel() for p in self.model.parameters])):
+            if n in self.entries:
+                share = self.method.recurrence(self.model.of_groups.values(self.numbers[n])).share
+                held = self.states[n].setdefault("residual", np.zeros(part.numel(), np.float32))
+                held += np.float32(share) * part.numpy()
+
+    def memories(self):
+        return [
+            {name: torch.from_numpy(held.copy()) for name, held in state.items() if name != "recall"}
+            for state in self.states
         ]
 
 
@@ -111,28 +167,24 @@ def test_all_tensors_at_once_are_as_each_by_itself(method, sizes, groups, dense_
     generator = torch.Generator().manual_seed(seed)
     groups = groups[: len(sizes)]
     tensors = [torch.randn(size, generator=generator).to(dtype) for size in sizes]
-    ours = Model(method, tensors, groups, dense_below, 0)
-    theirs = Model(method, tensors, groups, dense_below, NEVER)
+    ours = Model(method, tensors, groups, dense_below)
+    plain = Plain(ours, method, dense_below)
     for _ in range(4):
         some_have = torch.rand(len(sizes), generator=generator) < 0.8
         gradients = {
             n: torch.randn(size, generator=generator).to(dtype) for n, size in enumerate(sizes) if some_have[n]
         }
-        (mine, dense), (yours, expected) = ours.compress(gradients, clip), theirs.compress(gradients, clip)
-        assert torch.equal(dense, expected)
-        assert [each.span for each in mine] == [each.span for each in yours]
-        if mine and mine[0].offsets is not None:
-            assert torch.equal(mine[0].offsets, yours[0].offsets)
-        assert ours.sent.entries == theirs.sent.entries
-        assert ours.report.wanted_entries == theirs.report.wanted_entries
-        assert ours.report.selected_entries == theirs.report.selected_entries
-        same(ours.memories(), theirs.memories())
-        for model in (ours, theirs):
-            model.compressor.restore([SparseSlice(each.span, each.offsets, each.values / 4) for each in yours])
-        same(ours.memories(), theirs.memories())
-        for one, other in zip(ours.parameters, theirs.parameters, strict=True):
-            if "recall" in ours.states[one]:
-                ours.states[one]["recall"] = copy.deepcopy(theirs.states[other]["recall"])
+        _, dense = ours.compress(gradients, clip)
+        assert torch.equal(dense, plain.compress(gradients, clip))
+        assert ours.sent.entries == plain.entries
+        assert (ours.report.wanted_entries, ours.report.selected_entries) == (plain.wanted, plain.selected)
+        same(ours.memories(), plain.memories())
+        ours.compressor.restore([SparseSlice(each.span, each.offsets, each.values / 4) for each in ours.sent.slices])
+        plain.restore(dense / 4)
+        same(ours.memories(), plain.memories())
+        for parameter, state in zip(ours.parameters, plain.states, strict=True):
+            if state.get("recall"):
+                assert ours.states[parameter]["recall"] == pytest.approx(state["recall"], rel=1e-9)
 
 
 def test_pieces_and_threads_change_nothing():
@@ -144,7 +196,7 @@ def test_pieces_and_threads_change_nothing():
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            model = Model(DGS, tensors, [HYPER], 4096, 0)
+            model = Model(DGS, tensors, [HYPER], 4096)
             sent = [model.compress(each)[1] for each in gradients]
             found.append((sent, model.memories(), [model.states[p].get("recall") for p in model.parameters]))
     finally:
@@ -155,35 +207,6 @@ def test_pieces_and_threads_change_nothing():
         assert recalls == found[0][2]
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 5000), st.floats(0, 6), st.integers(0, 3)), min_size=1, max_size=5),
-    st.sampled_from([0.01, 0.2]),
-    st.integers(0, 2**16),
-)
-@some
-def test_a_threshold_that_misses_is_corrected_as_that_of_one_tensor(rows, density, seed):
-    """From thresholds far off either way, on values with ties, zeros, and a few that dwarf the rest."""
-    generator = torch.Generator().manual_seed(seed)
-    gradients = {}
-    for n, (size, _, kind) in enumerate(rows):
-        x = torch.randn(size, generator=generator)
-        gradients[n] = (x, x.round(), x * (torch.rand(size, generator=generator) < 0.05), x * 10 ** (4 * x))[kind]
-    tensors = [torch.zeros(size) for size, _, _ in rows]
-    ours, theirs = (Model(DGC, tensors, [HYPER | {"density": density}], 0, from_) for from_ in (0, NEVER))
-    for model in (ours, theirs):
-        for n, (_, factor, _) in enumerate(rows):
-            model.states[model.parameters[n]]["recall"] = {"threshold": factor * float(gradients[n].abs().mean())}
-    for _ in range(3):
-        sent = [model.compress(gradients)[1] for model in (ours, theirs)]
-        assert torch.equal(*sent)
-        assert ours.sent.entries == theirs.sent.entries
-        same(ours.memories(), theirs.memories())
-        for one, other in zip(ours.parameters, theirs.parameters, strict=True):
-            mine, yours = ours.states[one]["recall"], theirs.states[other]["recall"]
-            assert mine == pytest.approx(yours, rel=1e-9)
-            mine.update(yours)
-
-
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_a_group_of_which_every_element_is_sent_is_dense(threads):
     """Also where several threads pass over the group; one zero makes the slice sparse again."""
@@ -192,12 +215,12 @@ def test_a_group_of_which_every_element_is_sent_is_dense(threads):
     gradients = {n: torch.full((size,), 1.0 + n) for n, size in enumerate(sizes)}
     try:
         torch.set_num_threads(threads)
-        model = Model(DGS, [torch.zeros(size) for size in sizes], [HYPER], NEVER, 0)
+        model = Model(DGS, [torch.zeros(size) for size in sizes], [HYPER], 1 << 60)
         [sent], _ = model.compress(gradients)
         assert sent.offsets is None
         assert torch.equal(sent.values, torch.cat([0.1 * gradient for gradient in gradients.values()]))
         for missing in (0, sizes[0], sum(sizes) - 1):
-            model = Model(DGS, [torch.zeros(size) for size in sizes], [HYPER], NEVER, 0)
+            model = Model(DGS, [torch.zeros(size) for size in sizes], [HYPER], 1 << 60)
             flat = torch.cat(list(gradients.values()))
             flat[missing] = 0
             [sent], _ = model.compress(dict(enumerate(flat.split(sizes))))
@@ -210,14 +233,14 @@ def test_gradients_and_parameters_of_any_strides_are_read_in_logical_order():
     plain = torch.randn(4, 6)
     strided = plain.t().contiguous().t()
     for weight_decay in (0.0, 0.1):
-        model = Model(DGS, [plain], [HYPER | {"density": 1.0, "weight_decay": weight_decay}], 0, 0)
-        twin = Model(DGS, [plain], [HYPER | {"density": 1.0, "weight_decay": weight_decay}], 0, 0)
+        model = Model(DGS, [plain], [HYPER | {"density": 1.0, "weight_decay": weight_decay}], 0)
+        twin = Model(DGS, [plain], [HYPER | {"density": 1.0, "weight_decay": weight_decay}], 0)
         twin.parameters[0].data = strided
         assert torch.equal(model.compress({0: plain})[1], twin.compress({0: strided})[1])
 
 
 def test_memories_on_the_host_are_views_of_one_array_and_others_are_adopted():
-    model = Model(DGC, [torch.zeros(5), torch.zeros(3)], [HYPER | {"density": 0.2}], 0, 0)
+    model = Model(DGC, [torch.zeros(5), torch.zeros(3)], [HYPER | {"density": 0.2}], 0)
     ones = {0: torch.ones(5), 1: torch.ones(3)}
     model.compress(ones)
     first, second = (model.states[p] for p in model.parameters)
@@ -234,11 +257,10 @@ def test_memories_on_the_host_are_views_of_one_array_and_others_are_adopted():
     assert bool((model.states[model.parameters[0]]["residual"] <= 1).all()), "a memory that is gone begins at zero"
 
 
-@pytest.mark.parametrize("compiled_from", [0, NEVER])
 @pytest.mark.parametrize("method", [DGS, ASGD, SSGD])
-def test_what_overflows_is_named_and_cleared_and_the_rest_comes_back(method, compiled_from):
+def test_what_overflows_is_named_and_cleared_and_the_rest_comes_back(method):
     tensors = [torch.zeros(40), torch.zeros(60)]
-    model = Model(method, tensors, [HYPER | {"lr": 3e38, "momentum": 0.0}], 0, compiled_from)
+    model = Model(method, tensors, [HYPER | {"lr": 3e38, "momentum": 0.0}], 0)
     gradients = {0: torch.zeros(40), 1: torch.linspace(0, 1, 60)}
     gradients[1][7] = 10.0
     with pytest.raises(UpdateOverflowError, match="parameter_1"):
@@ -295,7 +317,7 @@ def test_a_gradient_whose_memory_is_freed_is_refused(size):
 
 def test_sets_of_gradients_that_vary_without_end_are_not_all_kept():
     """As of a mixture of experts."""
-    model = Model(DGS, [torch.zeros(30) for _ in range(12)], [HYPER], 0, 0)
+    model = Model(DGS, [torch.zeros(30) for _ in range(12)], [HYPER], 0)
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):
         chosen = (torch.rand(12, generator=generator) < 0.5).tolist()
@@ -304,7 +326,7 @@ def test_sets_of_gradients_that_vary_without_end_are_not_all_kept():
 
 
 def test_a_dense_update_that_is_still_in_use_is_not_overwritten():
-    model = Model(ASGD, [torch.zeros(30)], [HYPER | {"density": 1.0}], 0, 0)
+    model = Model(ASGD, [torch.zeros(30)], [HYPER | {"density": 1.0}], 0)
     model.compress({0: torch.ones(30)})
     kept = model.sent.slices[0].values[3:5]
     before = kept.clone()

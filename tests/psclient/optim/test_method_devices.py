@@ -18,9 +18,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZE, LR, MOMENTUM, DENSITY = 2000, 0.5, 0.9, 0.05
 GROUP = {"lr": LR, "momentum": MOMENTUM, "weight_decay": 0.0, "density": DENSITY}
 CHOICES = {
-    "host": Choice(SELECTORS["warm"], "tensor", 0, on_device=lambda _: None),
-    "host, compiled": Choice(SELECTORS["warm"], "tensor", 0, on_device=lambda _: None, compiled_from=0),
-    "device": Choice(SELECTORS["warm"], "tensor", 0, on_device=lambda _: DeviceKernels(DEVICE, block=256)),
+    "host": Choice(SELECTORS["warm"], 0, on_device=lambda _: None),
+    "device": Choice(SELECTORS["warm"], 0, on_device=lambda _: DeviceKernels(DEVICE, block=256)),
 }
 
 

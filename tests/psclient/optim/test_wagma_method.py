@@ -19,7 +19,7 @@ def sgd():
 
 
 def test_a_sparse_change_is_the_largest_part_of_the_residual():
-    tensor = OneTensor(METHOD, torch.zeros(SIZE), Choice(SELECTORS["exact"], "tensor", 0, compiled_from=0))
+    tensor = OneTensor(METHOD, torch.zeros(SIZE), Choice(SELECTORS["exact"], 0))
     residual = torch.zeros(SIZE)
     for change in gradients(SIZE, 8):
         residual += change

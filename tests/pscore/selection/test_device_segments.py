@@ -1,6 +1,7 @@
 """Selection on a device against the host's loops, bit for bit: in Triton's interpreter, or on a GPU where one is."""
 
 import copy
+import logging
 import os
 import subprocess
 import sys
@@ -12,13 +13,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from pscore.selection.base import exact
+from pscore.selection.cuda import device_kernels
 from pscore.selection.cuda import launches as cuda
 from pscore.selection.cuda import segments as device
 from pscore.selection.cuda.segments import DeviceSegments
-from pscore.selection.inputs import Memory
-from pscore.selection.warm import warm
+from pscore.selection.exact import exact
 from tests.pscore.kernel_makers import DEVICE, Twins, randn, same_bits
+from tests.pscore.selection_reference import Tensor, warm
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SIZES = [1, 7, 255, 256, 600, 513]
@@ -90,8 +91,8 @@ def test_accepted_numbers_become_those_of_the_hosts_rule():
     twins, state, own = Twins([n], memory=x.clone()), {"threshold": threshold}, {"threshold": threshold}
     twins.want([k])
     selected = twins.select({0: state})
-    taken = warm(Memory(x.clone()), k, own)
-    assert selected.counts[0] == taken.offsets.numel()
+    offsets, _ = warm(Tensor(x.numpy().copy()), k, own)
+    assert selected.counts[0] == offsets.size
     assert state.keys() == own.keys() == {"threshold", "drift"}
     assert state == pytest.approx(own, rel=1e-6)
 
@@ -111,14 +112,14 @@ def test_of_a_surplus_the_largest_stay_as_on_the_host_and_one_launch_puts_back_t
         setattr(kernels, name, lambda *a, real=real, name=name, **kw: calls.append(name) or real(*a, **kw))
     selected = twins.select({0: state, 1: {"threshold": 1.645}})
     memory = x[:n].clone()
-    taken = warm(Memory(memory, None, 0.5), k, own)
+    offsets, values = warm(Tensor(memory.numpy(), 0.5), k, own)
     assert calls == ["launch", "scatter"]
-    assert selected.counts[0] == taken.offsets.numel() == k
-    np.testing.assert_array_equal(selected.offsets[:k], taken.offsets.numpy())
-    assert same_bits(torch.from_numpy(selected.values[:k]), taken.values)
+    assert selected.counts[0] == offsets.size == k
+    np.testing.assert_array_equal(selected.offsets[:k], offsets)
+    assert same_bits(torch.from_numpy(selected.values[:k]), torch.from_numpy(values))
     assert same_bits(twins.memory[:n], memory)
     assert state == pytest.approx(own, rel=1e-6)
-    assert same_bits(twins.momentum, momentum.index_fill(0, taken.offsets, 0.0))
+    assert same_bits(twins.momentum, momentum.index_fill(0, torch.from_numpy(offsets), 0.0))
 
 
 @pytest.mark.parametrize("failing", ["_keep_largest", "_search", "rank"])
@@ -189,9 +190,10 @@ def test_equal_magnitudes_are_taken_in_ascending_order(start):
     twins.want([k])
     twins.rows["masked"] = True
     selected = twins.select({0: state})
-    expected = exact(Memory(x), k, {})
-    np.testing.assert_array_equal(selected.offsets, expected.offsets.numpy())
-    assert same_bits(torch.from_numpy(selected.values), expected.values)
+    expected = torch.from_numpy(exact(x.numpy(), k))
+    np.testing.assert_array_equal(selected.offsets, expected.numpy())
+    assert same_bits(torch.from_numpy(selected.values), x[expected])
+    x[expected] *= 0
     assert same_bits(twins.memory, x)
     assert not twins.momentum[selected.offsets].any()
     below = float(np.nextafter(np.float32(0.25), np.float32(0)))
@@ -333,6 +335,16 @@ def test_entries_are_scattered_to_tensors(dtype, sparse, adds):
         assert torch.equal(got.cpu(), wanted)
     if adds and dtype is not torch.float32:
         assert all(map(torch.equal, (each.cpu() for each in master), masters))
+
+
+def test_that_the_host_stands_in_is_said_once(caplog, monkeypatch):
+    monkeypatch.setattr(cuda, "available", lambda: False)
+    device_kernels.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="pscore"):
+        assert device_kernels(torch.device("cuda")) is None
+        assert device_kernels(torch.device("cuda")) is None
+    device_kernels.cache_clear()
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["Triton is not installed"]
 
 
 def test_the_kernels_compile_for_two_generations_of_gpus(tmp_path):

@@ -1,8 +1,12 @@
 """The ledger: the union of what changed since a version, or nothing at all where it has forgotten."""
 
+import subprocess
+import sys
 from collections import deque
+from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -110,7 +114,17 @@ def test_large_unions_are_scanned_and_small_ones_sorted():
     size = 10_000_000
     assert _is_scanned([torch.arange(size // 100)] * 2, size)
     assert not _is_scanned([torch.arange(1000)] * 2, size)
-    assert not _is_scanned([torch.arange(100)] * 2, 100), "a small model never waits for the compiler"
+
+
+@pytest.mark.executes_python
+def test_a_small_model_never_waits_for_the_compiler():
+    code = """
+import sys, torch
+from psservice.model.changelog import union
+print(union([torch.arange(100), torch.arange(50, 150)], 200).numel(), "numba" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[3])
+    assert done.stdout.split() == ["150", "False"], done.stderr
 
 
 @given(st.lists(supports, max_size=20), st.integers(0, 60))

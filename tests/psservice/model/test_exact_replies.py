@@ -14,6 +14,7 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.changelog import gather
 from psservice.model.reply_session import ReplyMode
+from tests.pscore.loop_makers import FORMS, run_as
 from tests.psservice.service_makers import (
     BF16,
     F16,
@@ -179,12 +180,12 @@ late_pushes = st.lists(st.sampled_from([0.0, 0.02, 0.3, 1.0, "dense"]), max_size
     before_the_version=late_pushes,
     base=st.sampled_from(["known", "none", "cut"]),
     image=st.booleans(),
-    is_compiled=st.booleans(),
+    form=st.sampled_from(FORMS),
     seed=st.integers(0, 2**16),
 )
 @settings(deadline=None, max_examples=150)
 def test_pushes_while_the_values_are_read_are_part_of_the_reply(
-    asked, while_reading, before_the_version, base, image, is_compiled, seed
+    asked, while_reading, before_the_version, base, image, form, seed
 ):
     layout = LAYOUTS["mixed" if seed % 2 else "fp32"]
     model = shard_of(layout, torch.randn(layout.size, generator=torch.Generator().manual_seed(seed)))
@@ -235,7 +236,7 @@ def test_pushes_while_the_values_are_read_are_part_of_the_reply(
             parameter.view(-1)[max(0, end - layout.offsets[position]) :] = 7.0
     with (
         mock.patch("psservice.model.exact_reply.gather", slow_gather),
-        mock.patch("psservice.model.exact_reply.is_compiled", return_value=is_compiled),
+        run_as(form),
     ):
         wire = link.ask(base_end=end)
     link.receive(wire)

@@ -72,17 +72,19 @@ def test_the_steps_are_those_of_torch(alpha, density):
 
 @given(st.integers(0, 2**16), st.sampled_from([0.05, 0.4, 1.0]), st.sampled_from([0.5, 0.99]))
 @settings(deadline=None, max_examples=30)
-def test_the_compiled_loop_has_the_bits_of_torch_s_operations(seed, density, alpha):
+def test_the_loop_has_the_bits_of_torch_s_operations_on_a_device_and_of_python(seed, density, alpha):
     left, right = random(seed), random(seed)
     squares, others = random(seed + 1).abs(), random(seed + 1).abs()
     push = push_of(seed + 2, density)
     ends, rates = np.array([600, 607, SIZE]), np.array([0.1, 0.0, 3.0], np.float32)
     scalars = np.float32(0.3), np.float32(1 - alpha), np.float32(1e-8)
     offsets = None if push.offsets is None else push.offsets.numpy()
-    assert rmsprop._step_compiled(left.numpy(), squares.numpy(), offsets, push.values.numpy(), ends, rates, *scalars)
-    assert rmsprop._step(right, others, push.offsets, push.values, ends, rates, *map(float, scalars))
-    assert bits(left) == bits(right)
-    assert bits(squares) == bits(others)
+    third, thirds = left.clone(), squares.clone()
+    assert rmsprop.step_at(left.numpy(), squares.numpy(), offsets, push.values.numpy(), ends, rates, *scalars)
+    assert rmsprop.step_at.plain(third.numpy(), thirds.numpy(), offsets, push.values.numpy(), ends, rates, *scalars)
+    assert rmsprop._step_on_device(right, others, push.offsets, push.values, ends, rates, *map(float, scalars))
+    assert bits(left) == bits(right) == bits(third)
+    assert bits(squares) == bits(others) == bits(thirds)
 
 
 def test_only_what_is_sent_changes():

@@ -3,7 +3,6 @@
 import math
 import threading
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,18 +12,13 @@ from hypothesis import strategies as st
 
 from pscore.model.layout import ModelLayout, Span, TensorSpec
 from pscore.selection import SELECTORS
-from pscore.selection.kernels.base import Taken
 from psservice.model import reply_loops
 from psservice.model.changelog import ChangeLog
 from psservice.model.reply_loops import LINE, WORD
-from psservice.model.topk import DifferenceSelection, Table, TopKSettings, add_at
+from psservice.model.topk import DifferenceSelection, SelectedEntries, Table, TopKSettings, add_at
+from tests.pscore.loop_makers import FORMS, run_as
 
 many = settings(deadline=None, max_examples=100)
-
-
-def compiled(always):
-    """Whether the compiled loop serves the smallest shards too, or none."""
-    return mock.patch("psservice.model.topk.is_compiled", return_value=always)
 
 
 def layout_of(sizes):
@@ -73,12 +67,12 @@ def test_each_tensor_of_a_span_is_selected_from_by_itself(sizes, cut, density, d
     st.lists(st.integers(1, 400), min_size=1, max_size=4),
     st.lists(st.tuples(st.integers(1, 3), st.sampled_from([0.005, 0.02])), min_size=1, max_size=12),
     st.sampled_from(["exact", "warm"]),
-    st.booleans(),
+    st.sampled_from(FORMS),
     st.booleans(),
     st.integers(0, 2**16),
 )
 @many
-def test_among_what_changed_the_largest_are_found(sizes, history, selector, is_compiled, rounded, seed):
+def test_among_what_changed_the_largest_are_found(sizes, history, selector, form, rounded, seed):
     """Nothing that stays behind exceeds what was sent, tensor by tensor, though most tensors were never looked at."""
     layout = layout_of(sizes)
     span, generator = Span(0, layout.size), torch.Generator().manual_seed(seed)
@@ -90,7 +84,7 @@ def test_among_what_changed_the_largest_are_found(sizes, history, selector, is_c
             support = (torch.rand(layout.size, generator=generator) < density).nonzero().view(-1)
             theta[support] += torch.randn(support.numel(), generator=generator)
             log.append(log.appended + 1, support.int())
-        with compiled(is_compiled):
+        with run_as(form):
             selected = selection.select(shard(theta, layout, span, log), image)
             taken = selected.taken
         difference = theta - image
@@ -148,10 +142,10 @@ def test_the_compiled_selection_takes_about_the_largest_of_each_tensor(tensors, 
         assert left.max(initial=0) <= bounds[t] or k >= len(part)
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("form", FORMS)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.sampled_from([0, 0.01, 0.5]), st.integers(0, 2**16))
 @many
-def test_values_that_arrived_far_from_themselves_are_searched_again(is_compiled, sizes, bound, seed):
+def test_values_that_arrived_far_from_themselves_are_searched_again(form, sizes, bound, seed):
     """Nothing that is left of a value and not noted exceeds the bound of its tensor, and exact values are not noted."""
     generator = torch.Generator().manual_seed(seed)
     table = Table(shard(None, layout_of(sizes), Span(0, sum(sizes))), TopKSettings(0.1, 0, SELECTORS["warm"]))
@@ -159,8 +153,8 @@ def test_values_that_arrived_far_from_themselves_are_searched_again(is_compiled,
     offsets = (torch.rand(sum(sizes), generator=generator) < 0.6).nonzero().view(-1)
     values = torch.randn(offsets.numel(), generator=generator)
     arrived = torch.where(torch.rand(values.shape, generator=generator) < 0.3, values, values.bfloat16().float())
-    with compiled(is_compiled):
-        noted = table.rounded(Taken(offsets, values), arrived).tolist()
+    with run_as(form):
+        noted = table.rounded(SelectedEntries(offsets, values), arrived).tolist()
     for offset, left in zip(offsets.tolist(), (values - arrived).abs().tolist(), strict=True):
         bound = table.bounds[np.searchsorted(table.ends, offset, "right")]
         assert offset in noted or left <= bound
@@ -224,9 +218,9 @@ def test_few_changes_are_looked_at_alone_and_many_are_not():
     assert finds_what_is_not_named(torch.arange(50, layout.size, 50).int()), "another model's log says nothing"
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("value", ["fp32", "int4"])
-def test_without_further_pushes_everything_arrives(value, is_compiled):
+def test_without_further_pushes_everything_arrives(value, form):
     from pscore.wire.codecs.names import VALUE_CODECS
     from pscore.wire.codecs.values import VALUE_FORMATS
 
@@ -235,7 +229,7 @@ def test_without_further_pushes_everything_arrives(value, is_compiled):
     selection = DifferenceSelection(TopKSettings(0.05, 200, SELECTORS["warm"]))
     log = ChangeLog(layout.size, 10**9)
     for _ in range(400):
-        with compiled(is_compiled):
+        with run_as(form):
             selected = selection.select(shard(theta, layout, Span(0, 3_100), log), image)
             taken = selected.taken
         arrived = torch.from_numpy(VALUE_FORMATS[VALUE_CODECS[value]].encode(taken.values.numpy())[1].copy())
@@ -244,11 +238,11 @@ def test_without_further_pushes_everything_arrives(value, is_compiled):
     torch.testing.assert_close(image, theta, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_an_image_grows_by_what_was_sent(is_compiled):
+@pytest.mark.parametrize("form", FORMS)
+def test_an_image_grows_by_what_was_sent(form):
     image, values = torch.randn(1000), torch.randn(300)
     offsets = torch.randperm(1000)[:300].sort().values
     expected = image.clone().index_put_((offsets,), image[offsets] + values)
-    with compiled(is_compiled):
+    with run_as(form):
         add_at(image, offsets, values)
     assert torch.equal(image, expected)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-LIMIT_SECONDS = 120
+LIMIT_SECONDS = 300
 
 TRAINING = """
 import torch, psclient

@@ -41,16 +41,15 @@ def every_grouping(count):
         yield tuple(range(count - end, count - start) for start, end in itertools.pairwise(cuts))
 
 
-@pytest.mark.parametrize(("overlap", "select_over"), [(False, "tensor"), (True, "tensor"), (True, "group")])
-def test_what_was_accumulated_is_applied_or_held_through_groups_that_change_at_every_step(overlap, select_over):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_was_accumulated_is_applied_or_held_through_groups_that_change_at_every_step(overlap):
     shuffled = random.Random(0).sample(list(every_grouping(len(SIZES))), 20)
     generator, model = torch.Generator().manual_seed(0), Apart()
-    settings = SETTINGS.model_copy(update={"select_over": select_over})
     accumulated = [torch.zeros(1, size) for size in SIZES]
     with (
         LocalServer(shards=2, down_mode="exact") as server,
         psclient.GradientDropping(
-            model.parameters(), lr=0.5, density=0.2, model=model, server=server, overlap=overlap, settings=settings
+            model.parameters(), lr=0.5, density=0.2, model=model, server=server, overlap=overlap, settings=SETTINGS
         ) as optimizer,
     ):
         for groups in shuffled:

@@ -74,7 +74,7 @@ def number_on(offsets, count, first):
 
 @compiled
 def update(rows, pieces, low, high, clip, memory, momentum, whole, base, offsets, values, counts, taken, excess):
-    """Update the pieces ``[low, high)``; see :func:`pscore.selection.host.segments.update`.
+    """Update the pieces ``[low, high)``; see :meth:`pscore.selection.host.segments.HostSegments.select`.
 
     Entries are written from the start of ``offsets`` and ``values``; for each piece ``counts`` becomes the number of
     entries above the threshold, ``taken`` of those that were written, ``excess`` the sum of what they exceed it by: of
