@@ -1,7 +1,7 @@
 """Calls to shards, one or all at once, and the exit status of what they answer."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -89,6 +89,10 @@ class ShardClients:
         """Call all shards, or these, at once; the outcomes are in the order of the addresses."""
         chosen = self.addresses if addresses is None else addresses
         return list(self._threads.map(lambda address: self.one(address, rpc, request, most_seconds), chosen))
+
+    def each(self, rpc: str, requests: Mapping[str, Message]) -> list[Outcome]:
+        """Call these shards at once, each with a request of its own; the outcomes are in the order of the requests."""
+        return list(self._threads.map(lambda address: self.one(address, rpc, requests[address]), requests))
 
 
 def call(address: str, rpc: str, request: Any, timeout_seconds: float, security: Security = _OPEN) -> Any:

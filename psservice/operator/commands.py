@@ -78,14 +78,20 @@ def restore(clients: ShardClients, options: Namespace) -> int:
     if options.version is not None:
         request = pb.RestoreModelRequest(version=options.version)
 
-    check = type(request)(only_check=True)
-    check.MergeFrom(request)
-    unable = [each for each in clients.all("RestoreModel", check, [*fleet.reached]) if each.error is not None]
+    request.step = pb.RESTORE_STEP_PREPARE
+    prepared = clients.all("RestoreModel", request, [*fleet.reached])
+    unable = [each for each in prepared if each.error is not None]
+    step = pb.RESTORE_STEP_ABANDON if unable else pb.RESTORE_STEP_COMMIT
+    following = {
+        each.address: pb.RestoreModelRequest(step=step, ticket=each.answer.ticket)
+        for each in prepared
+        if each.error is None
+    }
+    done = clients.each("RestoreModel", following)
     if unable:
         return _nothing_done(fleet, unable, "no shard was taken back", options)
-    restored = clients.all("RestoreModel", request, [*fleet.reached])
     return report(
-        restored, lambda answer: f"back at version {answer.version}; workers pull it with their next step", options
+        done, lambda answer: f"back at version {answer.version}; workers pull it with their next step", options
     )
 
 

@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 import torch
 
@@ -34,6 +35,13 @@ _PROGRESS_SECONDS = 5.0
 _POLL_SECONDS = 1.0
 _LOST = "is no longer there: the data directory was removed or replaced while the server ran"
 _PERIODS_ALONE = 3  # after which a shard that hears of no checkpoint takes a snapshot for itself
+
+
+class Prepared(NamedTuple):
+    """Another state that is written down and not served yet; ``manifest`` is that of its snapshot, if one is kept."""
+
+    state: ShardState
+    manifest: Manifest | None
 
 
 class Durability:
@@ -356,8 +364,8 @@ class Durability:
         shard = self._shard
         return self._write(shard.apply_thread.run(lambda: self._copy(shard.state, checkpoint)))
 
-    def install(self, make: Callable[[], ShardState], publish: Callable[[ShardState], None]) -> ShardState:
-        """Take the first snapshot of another state, and publish that; the apply thread refuses jobs meanwhile.
+    def prepare(self, make: Callable[[], ShardState]) -> "Prepared":
+        """Write the first snapshot of another state; the apply thread refuses jobs until :meth:`publish`.
 
         Raises :class:`Rejected` (``NOT_DURABLE``), or what ``make`` raises on the apply thread.
         """
@@ -371,12 +379,27 @@ class Durability:
         with self._snapshotting, or_not_durable():  # a snapshot of the old model must not come behind this one
             try:
                 state, copied = apply_thread.run(begin)
-                if copied is not None:
-                    self._write_first(copied)
-                publish(state)
-            finally:
+                return Prepared(state, None if copied is None else self._prepare(copied))
+            except BaseException:
                 apply_thread.held = False
-        return state
+                raise
+
+    def publish(self, prepared: "Prepared", publish: Callable[[ShardState], None]) -> None:
+        """Publish a prepared state; raises :class:`Rejected` (``NOT_DURABLE``), and then all goes on as before."""
+        with self._snapshotting, or_not_durable():
+            try:
+                if prepared.manifest is not None:
+                    self._commit_first(prepared.manifest)
+                publish(prepared.state)
+            finally:
+                self._shard.apply_thread.held = False
+
+    def abandon_prepared(self, prepared: "Prepared") -> None:
+        """Go on as before :meth:`prepare`."""
+        with self._snapshotting:
+            if prepared.manifest is not None:
+                self._require_dir().abandon(prepared.manifest)
+            self._shard.apply_thread.held = False
 
     def _is_saved(self, model: ModelShard) -> bool:
         """Return whether the newest snapshot is of this version."""
@@ -397,6 +420,9 @@ class Durability:
             return capture(shard, state, segment, checkpoint, self.checkpoints.up_to(checkpoint))
 
     def _write(self, copied: Capture, *, clean: bool = False) -> Snapshot:
+        return self._commit(self._prepare(copied), clean=clean)
+
+    def _prepare(self, copied: Capture) -> Manifest:
         manifest, tensors = copied
         data_dir = self._require_dir()
         if (lost := data_dir.lost_file()) is not None:
@@ -404,30 +430,27 @@ class Durability:
         started = self._environment.monotonic()
         with self._counting_errors():
             on_host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-            snapshot = data_dir.write(manifest, on_host, clean=clean)
+            manifest = data_dir.prepare(manifest, on_host)
+        self._shard.metrics.snapshot_write_seconds.set(self._environment.monotonic() - started)
+        return manifest
+
+    def _commit(self, manifest: Manifest, *, clean: bool = False) -> Snapshot:
+        with self._counting_errors():
+            snapshot = self._require_dir().commit(manifest, clean=clean)
         self._note(snapshot)
-        seconds = self._environment.monotonic() - started
-        self._shard.metrics.snapshot_write_seconds.set(seconds)
-        log.info(
-            "snapshot taken",
-            extra={
-                "version": manifest.version,
-                "checkpoint": manifest.checkpoint,
-                "path": str(snapshot.path),
-                "seconds": round(seconds, 3),
-            },
-        )
+        extra = {"version": manifest.version, "checkpoint": manifest.checkpoint, "path": str(snapshot.path)}
+        log.info("snapshot taken", extra=extra)
         return snapshot
 
-    def _write_first(self, copied: Capture) -> None:
-        """Write the first snapshot of another model; if it fails and stays, refuse all that a restart could not apply.
+    def _commit_first(self, manifest: Manifest) -> None:
+        """Commit the first snapshot of another model; if it fails and stays, refuse all that a restart could not apply.
 
         A restart would begin with that snapshot, and what is journaled from here on is of the model before.
         """
         try:
-            self._write(copied)
+            self._commit(manifest)
         except StorageError as error:
-            if self.records.journal is not None and self._require_dir().may_have(copied[0]):
+            if self.records.journal is not None and self._require_dir().may_have(manifest):
                 self.records.journal.give_up(f"{error}; what was written of another model could not be removed again")
             raise
 

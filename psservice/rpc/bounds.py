@@ -90,7 +90,7 @@ _NAMES: Mapping[str, Mapping[str, bool]] = {
     "FinishRunRequest": {"run_id": True},
     "TakeSnapshotRequest": {"checkpoint": True},
     "DeleteCheckpointRequest": {"checkpoint": False},
-    "RestoreModelRequest": {"checkpoint": True},
+    "RestoreModelRequest": {"checkpoint": True, "ticket": True},
     "EvictWorkerRequest": {"worker_id": False},
 }
 """By message and field: whether the name may be empty."""

@@ -7,9 +7,9 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.rpc.calls import Call
 from psservice.rpc.status import status_of
+from psservice.shard import rollback
 from psservice.shard.join import evict
 from psservice.shard.lifecycle import finish
-from psservice.shard.model_install import roll_back
 from psservice.shard.shard import Shard
 
 
@@ -74,18 +74,28 @@ class OperatorCalls:
         return pb.DeleteCheckpointResponse(version=self._shard.durability.delete(request.checkpoint).manifest.version)
 
     def restore_model(self, call: Call, request: pb.RestoreModelRequest) -> pb.RestoreModelResponse:
-        """Take the shard back to a version or a checkpoint."""
+        """Take the shard back to a version or a checkpoint, or do one step of that."""
+        shard = self._shard
+        if request.step in (pb.RESTORE_STEP_COMMIT, pb.RESTORE_STEP_ABANDON):
+            step = rollback.commit if request.step == pb.RESTORE_STEP_COMMIT else rollback.abandon
+            done = step(shard, request.ticket)
+            name = {"checkpoint": done.checkpoint} if done.checkpoint else {}
+            is_committed = request.step == pb.RESTORE_STEP_COMMIT
+            call.audit = {**name, "version": done.version} if is_committed else None
+            return pb.RestoreModelResponse(version=done.version, generation=done.generation)
         target = request.WhichOneof("target")
         if target is None:
             raise Rejected(ErrorCode.BAD_REQUEST, "name a version or a checkpoint to go back to")
         version = request.version if target == "version" else None
         call.audit = {target: getattr(request, target)}
-        if request.only_check:
-            found = self._shard.durability.replay_to(version, request.checkpoint).model
-            call.audit = None
-            return pb.RestoreModelResponse(version=found.version, generation=found.generation)
-        model = roll_back(self._shard, version, request.checkpoint)
-        return pb.RestoreModelResponse(version=model.version, generation=model.generation)
+        if request.step == pb.RESTORE_STEP_UNSPECIFIED:
+            model = rollback.roll_back(shard, version, request.checkpoint)
+            return pb.RestoreModelResponse(version=model.version, generation=model.generation)
+        if request.step != pb.RESTORE_STEP_PREPARE:
+            raise Rejected(ErrorCode.BAD_REQUEST, f"{request.step} is no step that this server knows")
+        ready = rollback.prepare(shard, version, request.checkpoint)
+        call.audit = None
+        return pb.RestoreModelResponse(version=ready.version, generation=ready.generation, ticket=ready.ticket)
 
     def drain(self, call: Call, request: pb.DrainRequest) -> pb.DrainResponse:
         """Close the shard to new changes, or open it again."""

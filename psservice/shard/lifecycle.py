@@ -13,6 +13,7 @@ from psservice.recovery.initial_model import read_initial
 from psservice.recovery.refusal import or_storage_error
 from psservice.settings import ServerSettings
 from psservice.shard.model_install import forget_upload
+from psservice.shard.rollback import end_hold
 from psservice.shard.shard import Shard
 from psservice.state.records import Record, history_of, worker_of
 from psservice.state.run import RunState
@@ -62,6 +63,7 @@ def end_leases(shard: Shard) -> None:
         commit_or_warn(shard, rec.Known(histories=map(history_of, heard)))
     forget_old_pushes(shard)
     forget_upload(shard)
+    end_hold(shard)
     if shard.ends_with is not None and not shard.run.is_finished and shard.model is not None:
         with suppress(Rejected):  # busy, or not durable: it is tried again
             shard.apply_thread.run(lambda: end_if_over(shard))

@@ -1,4 +1,4 @@
-"""Putting another model in a shard's place: an upload, the ``--init`` model, or an older version.
+"""Putting another model in a shard's place: an upload, or the ``--init`` model.
 
 The first snapshot of a model is on the disk before anybody is told of the model, and writing it takes as long as the
 disk does. So nothing waits for it: the place is claimed under the join lock, the apply thread copies and then refuses
@@ -17,12 +17,13 @@ import torch
 from pscore.model.buffers import packed_bytes, unpack
 from pscore.model.layout import ModelLayout
 from pscore.wire.errors import ErrorCode, Rejected
-from pscore.wire.generation import epoch, next_generation, sibling_generation
+from pscore.wire.generation import epoch, next_generation
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.awaiting import NotYetError
 from psservice.model.buffers import BufferAverage
 from psservice.model.parameters import ModelShard
 from psservice.model.wagma.replicas import shard_kind
+from psservice.recovery.durability import Prepared
 from psservice.recovery.initial_model import InitialModel, fit
 from psservice.shard.shard import Shard
 from psservice.shard.upload import Origin, Upload
@@ -55,23 +56,50 @@ def _install(shard: Shard, make: Callable[[], ShardState], published: Callable[[
 
     ``make`` runs on the apply thread behind everything that was queued, ``published`` under the join lock at the end.
     """
+    publish(shard, prepare(shard, make), published)
 
-    def publish(state: ShardState) -> None:
+
+def prepare(shard: Shard, make: Callable[[], ShardState]) -> Prepared:
+    """Write the state of a claimed place down; frees the claim if that fails."""
+    try:
+        return shard.durability.prepare(make)
+    except BaseException:
+        _free(shard)
+        raise
+
+
+def publish(shard: Shard, prepared: Prepared, published: Callable[[], None] = lambda: None) -> None:
+    """Publish what was prepared, and free the claim; raises :class:`Rejected` (``NOT_DURABLE``)."""
+
+    def serve(state: ShardState) -> None:
         with shard.join_lock:
             shard.serve(state)
             shard.leases.reset_downlinks()
             published()
 
     try:
-        model = shard.durability.install(make, publish).model
+        shard.durability.publish(prepared, serve)
     finally:
-        shard.installing = False
-        shard.leases.waiters.wake(everyone=True)
+        _free(shard)
+    model = prepared.state.model
     assert model is not None
     log.info(
         "model installed",
         extra={"generation": model.generation, "version": model.version, "elements": model.span.length},
     )
+
+
+def abandon(shard: Shard, prepared: Prepared) -> None:
+    """Go on as before :func:`prepare`, and free the claim."""
+    try:
+        shard.durability.abandon_prepared(prepared)
+    finally:
+        _free(shard)
+
+
+def _free(shard: Shard) -> None:
+    shard.installing = False
+    shard.leases.waiters.wake(everyone=True)
 
 
 def _make_model(
@@ -283,39 +311,3 @@ def install_initial(shard: Shard, fitted: FittedModel) -> None:
     except BaseException:
         shard.uploads.initial = initial
         raise
-
-
-# An older version
-
-
-def roll_back(shard: Shard, version: int | None, checkpoint: str) -> ModelShard:
-    """Go back to a version or a checkpoint, as a new generation, which workers pull by themselves.
-
-    What is known of the other shards is forgotten: an operator takes all of them back. The records of pushes stay, so
-    that the repeat of one that was rolled back is not applied anew. Raises :class:`Rejected` (``NO_SUCH_CHECKPOINT``,
-    ``NOT_DURABLE``).
-    """
-    before = shard.require_model(None)
-    history = shard.durability.replay_to(version, checkpoint)
-    with shard.join_lock:
-        claim(shard)
-
-    past, model = history.state, history.model
-
-    def make() -> ShardState:
-        old = shard.require_model(None)
-        # Of the same epoch: shards go back one by one, and one may be refused; workers wait for equal epochs.
-        model.generation = sibling_generation(old.generation)
-        model.begin_rounds_anew(old.waiting())
-        return shard.state.with_model(
-            model,
-            past.buffers,
-            past.datasets,
-            run_id=shard.run.run_id,
-            run_state=past.run.state,
-            samples=past.run.samples,
-        )
-
-    _install(shard, make)
-    log.warning("rolled back", extra={"from": before.version, "to": history.model.version})
-    return history.model

@@ -5,6 +5,7 @@ What is done with a shard is in the files beside this one: joining, pushes, pull
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -21,7 +22,7 @@ from psservice.model.topk import ImageBudget, TopKSettings
 from psservice.observability.metrics import Metrics
 from psservice.policy.admission import Admission
 from psservice.policy.reply_mode import ReplyRule
-from psservice.recovery.durability import Durability
+from psservice.recovery.durability import Durability, Prepared
 from psservice.recovery.final_model import FinalModel, ModelCopy
 from psservice.settings import ServerSettings
 from psservice.shard.synchronizer import Synchronizer, synchronizer_for
@@ -34,12 +35,34 @@ from psservice.storage.journal_format import EMPTY, Body
 from psservice.types import Identity, PushAnswer
 
 
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """An older model that is written down and not served yet.
+
+    Attributes:
+        ticket: names it, for the next step.
+        version, generation: of the older model.
+        checkpoint: by which it was named; empty if by its version.
+        before: the version that is served.
+        hold_end: when the shard goes on without it, by the clock of its environment.
+    """
+
+    ticket: str
+    prepared: Prepared
+    version: int
+    generation: int
+    checkpoint: str
+    before: int
+    hold_end: float
+
+
 class Shard:
     """One shard of one run; :func:`psservice.shard.lifecycle.open_shard` makes and recovers it (``StorageError``).
 
     Attributes:
         state: what snapshots and records keep, and what records alone change.
         synchronizer: synchronizes the pushes to the model; ``None`` before the upload.
+        rollback: that is prepared, while the shard holds.
         last_push: that ended the run on shard 0: its worker and step.
         ends_with: the same, as another shard heard of it.
         lease_ends: the thread that ends leases by the clock, once the shard is open.
@@ -82,6 +105,7 @@ class Shard:
         self.stopping = threading.Event()
         self.lease_ends: threading.Thread | None = None
         self.installing = False
+        self.rollback: Rollback | None = None
         self.last_push: tuple[Identity, int] | None = None
         self.ends_with: tuple[Identity, int] | None = None
         self.durability = Durability(self, on_health, self.leases.waiters.wake)

@@ -104,13 +104,27 @@ class DataDir:
         self._number = self._number + 1 if self._journal is None else self._journal.rotate()
         return self._number
 
-    def write(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor], *, clean: bool) -> Snapshot:
-        """Write a snapshot, or raise :class:`StorageError`; then remove old ones, and the journal before the oldest.
+    def prepare(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> Manifest:
+        """Write a snapshot that no start finds before :meth:`commit`; return its sealed manifest.
 
-        Tensors are contiguous and on the host. ``clean``: the last act of a server that was told to stop.
+        Tensors are contiguous and on the host. Raises :class:`StorageError`.
         """
         try:
-            snapshot = snapshots.write(self.files, self._snapshots, manifest, tensors)
+            return snapshots.prepare(self.files, self._snapshots, manifest, tensors)
+        except OSError as error:
+            raise self._unwritten(error) from error
+
+    def abandon(self, manifest: Manifest) -> None:
+        """Remove a prepared snapshot."""
+        snapshots.abandon(self.files, self._snapshots, manifest)
+
+    def commit(self, manifest: Manifest, *, clean: bool) -> Snapshot:
+        """Give a prepared snapshot its name; then remove old ones, and the journal before the oldest.
+
+        ``clean``: the last act of a server that was told to stop. Raises :class:`StorageError`.
+        """
+        try:
+            snapshot = snapshots.commit(self.files, self._snapshots, manifest)
             try:  # from now on the shard serves what is on the disk
                 changes = {"snapshot": manifest.segment, "generation": manifest.generation, "clean": clean}
                 self._lock_file.note(**changes, **self._promise)
@@ -118,8 +132,7 @@ class DataDir:
                 discard(self.files, snapshot.path)
                 raise
         except OSError as error:
-            why = error.strerror or error
-            raise StorageError(f"cannot write a snapshot to {self._snapshots}: {why}") from error
+            raise self._unwritten(error) from error
         try:  # the new one is on the disk already: no failure from here on is its caller's
             kept = snapshots.prune(self.files, self._snapshots, self._settings.keep_snapshots)
             if self._journal is not None and kept:
@@ -127,6 +140,9 @@ class DataDir:
         except OSError as error:
             log.warning("old snapshots stay", extra={"path": str(self._snapshots), "error": str(error)})
         return snapshot
+
+    def _unwritten(self, error: OSError) -> StorageError:
+        return StorageError(f"cannot write a snapshot to {self._snapshots}: {error.strerror or error}")
 
     def may_have(self, manifest: Manifest) -> bool:
         """Tell whether a restart may find a snapshot that could not be written: its name could not be removed again."""

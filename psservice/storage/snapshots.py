@@ -48,13 +48,12 @@ def name_of(manifest: Manifest) -> str:
     return f"{manifest.segment:012d}-v{manifest.version}"
 
 
-def write(files: Files, directory: Path, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
-    """Write a snapshot; tensors are contiguous and on the host.
+def prepare(files: Files, directory: Path, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> Manifest:
+    """Write a snapshot that has no name yet, and return its sealed manifest; tensors are contiguous and on the host.
 
     Raises ``OSError``, and then nothing of it is left, unless the disk refuses to remove it too.
     """
-    path = directory / name_of(manifest)
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = _unnamed(directory, manifest)
     try:
         files.make_directory(temporary)
         files.save_tensors(temporary / TENSORS_NAME, tensors)
@@ -62,6 +61,16 @@ def write(files: Files, directory: Path, manifest: Manifest, tensors: Mapping[st
         files.write(temporary / MANIFEST_NAME, manifest.model_dump_json(indent=1).encode())
         for each in (temporary / TENSORS_NAME, temporary / MANIFEST_NAME, temporary):
             files.sync(each)
+    except BaseException:
+        discard(files, temporary)
+        raise
+    return manifest
+
+
+def commit(files: Files, directory: Path, manifest: Manifest) -> Snapshot:
+    """Give a prepared snapshot its name; raises as :func:`prepare`."""
+    path, temporary = directory / name_of(manifest), _unnamed(directory, manifest)
+    try:
         files.rename(temporary, path)
         files.sync(directory)
     except BaseException:
@@ -69,6 +78,15 @@ def write(files: Files, directory: Path, manifest: Manifest, tensors: Mapping[st
             discard(files, each)
         raise
     return Snapshot(path, manifest, files)
+
+
+def abandon(files: Files, directory: Path, manifest: Manifest) -> None:
+    """Remove a prepared snapshot."""
+    discard(files, _unnamed(directory, manifest))
+
+
+def _unnamed(directory: Path, manifest: Manifest) -> Path:
+    return directory / f".{name_of(manifest)}.tmp"
 
 
 def readable(files: Files, directory: Path) -> list[Snapshot]:

@@ -500,6 +500,34 @@ DRAIN_ACTION_STOP: DrainAction.ValueType  # 3
 """Close it and, where nothing is under way any more, end the process as SIGTERM does."""
 Global___DrainAction: _TypeAlias = DrainAction  # noqa: Y015
 
+class _RestoreStep:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RestoreStepEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RestoreStep.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RESTORE_STEP_UNSPECIFIED: _RestoreStep.ValueType  # 0
+    """All at once."""
+    RESTORE_STEP_PREPARE: _RestoreStep.ValueType  # 1
+    """Write the older model down, and hold the shard: until the next step, or for 120 s, it refuses what changes it (BUSY)."""
+    RESTORE_STEP_COMMIT: _RestoreStep.ValueType  # 2
+    """Serve the older model."""
+    RESTORE_STEP_ABANDON: _RestoreStep.ValueType  # 3
+    """Go on as if nothing had been prepared."""
+
+class RestoreStep(_RestoreStep, metaclass=_RestoreStepEnumTypeWrapper):
+    """The parts of a restore over several shards: it is prepared at all, and then committed at all, or abandoned."""
+
+RESTORE_STEP_UNSPECIFIED: RestoreStep.ValueType  # 0
+"""All at once."""
+RESTORE_STEP_PREPARE: RestoreStep.ValueType  # 1
+"""Write the older model down, and hold the shard: until the next step, or for 120 s, it refuses what changes it (BUSY)."""
+RESTORE_STEP_COMMIT: RestoreStep.ValueType  # 2
+"""Serve the older model."""
+RESTORE_STEP_ABANDON: RestoreStep.ValueType  # 3
+"""Go on as if nothing had been prepared."""
+Global___RestoreStep: _TypeAlias = RestoreStep  # noqa: Y015
+
 @_typing.final
 class TensorSpec(_message.Message):
     """One tensor of a model."""
@@ -2781,23 +2809,27 @@ class RestoreModelRequest(_message.Message):
 
     VERSION_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
-    ONLY_CHECK_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """A version of this shard."""
     checkpoint: _builtins.str
     """A checkpoint."""
-    only_check: _builtins.bool
-    """True to learn whether the shard can go back there, and to what version; nothing changes."""
+    step: Global___RestoreStep.ValueType
+    """Which part of it; unset for all of it, if the run has one shard."""
+    ticket: _builtins.str
+    """With COMMIT and ABANDON: the answer to PREPARE."""
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         checkpoint: _builtins.str = ...,
-        only_check: _builtins.bool = ...,
+        step: Global___RestoreStep.ValueType = ...,
+        ticket: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "target", b"target", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "only_check", b"only_check", "target", b"target", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "step", b"step", "target", b"target", "ticket", b"ticket", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_target: _TypeAlias = _typing.Literal["version", "checkpoint"]  # noqa: Y015
     _WhichOneofArgType_target: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
@@ -2807,25 +2839,29 @@ Global___RestoreModelRequest: _TypeAlias = RestoreModelRequest  # noqa: Y015
 
 @_typing.final
 class RestoreModelResponse(_message.Message):
-    """The shard has gone back, or, with only_check, can go back."""
+    """The shard has gone back, or, with PREPARE, is ready to."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """Its version now."""
+    """Its version then."""
     generation: _builtins.int
-    """Its generation now."""
+    """Its generation then."""
+    ticket: _builtins.str
+    """With PREPARE: names what was prepared."""
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         generation: _builtins.int = ...,
+        ticket: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "ticket", b"ticket", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

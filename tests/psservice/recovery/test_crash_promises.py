@@ -12,7 +12,7 @@ from pscore.wire.errors import ErrorCode
 from psservice.shard import lifecycle
 from psservice.shard.buffers_and_samples import exchange_buffers
 from psservice.shard.lifecycle import finish
-from psservice.shard.model_install import roll_back
+from psservice.shard.rollback import roll_back
 from psservice.state.run import RunState
 from psservice.storage.files import Files
 from tests.psservice.recovery.test_recovery import LAYOUT, Shard, after_a_crash, assert_same, begin, send
@@ -87,7 +87,7 @@ def test_a_run_that_ended_as_the_server_died_is_ended_by_the_next(directory, mon
         send(engine, 1, sparse_push(engine.span, 0.5, 1))
         before = directory.with_name("before")
         with monkeypatch.context() as dying:
-            dying.setattr(lifecycle, "_end", lambda shard: image(directory, before))
+            dying.setattr(lifecycle, "_end", lambda *_: image(directory, before))
             send(engine, 2, sparse_push(engine.span, 0.5, 2))
     with Shard(before, **options) as again:
         assert (again.run.state, again.model.version) == (RunState.FINISHED, 2)

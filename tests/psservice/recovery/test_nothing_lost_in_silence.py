@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from psservice.shard.join import leave
-from psservice.shard.model_install import roll_back
+from psservice.shard.rollback import roll_back
 from psservice.storage.files import DISK, StorageError
 from psservice.storage.journal import segment_numbers, segment_path
 from tests.psservice.recovery.test_recovery import (

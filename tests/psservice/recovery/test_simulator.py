@@ -22,7 +22,7 @@ from psservice.observability.metrics import Metrics
 from psservice.settings import ServerSettings
 from psservice.shard.join import leave
 from psservice.shard.lifecycle import end_leases, open_shard
-from psservice.shard.model_install import roll_back
+from psservice.shard.rollback import roll_back
 from psservice.storage.environment import Environment
 from psservice.storage.files import StorageError
 from psservice.types import Identity

@@ -11,7 +11,7 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import Rejected
 from psservice.recovery.replay import replay_shards
 from psservice.shard.join import leave
-from psservice.shard.model_install import roll_back
+from psservice.shard.rollback import roll_back
 from tests.psservice.recovery.test_recovery import LAYOUT, START, Shard, after_a_crash, send, values
 from tests.psservice.service_makers import bits, sparse_push
 from tests.psservice.shard_makers import ANNA, BERT, UPLOAD, join, theta, upload

@@ -11,8 +11,8 @@ from psservice.sampling.dataset import Plan, SampleRequest
 from psservice.shard.buffers_and_samples import lease_samples
 from psservice.shard.join import leave
 from psservice.shard.lifecycle import finish as finish_run
-from psservice.shard.model_install import roll_back
 from psservice.shard.push import prepare_push
+from psservice.shard.rollback import roll_back
 from psservice.types import Identity
 from psservice.wire.push_stream import read_all, read_push
 from tests.psservice.recovery.test_recovery import Shard, after_a_crash, begin, stream

@@ -10,8 +10,8 @@ from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.wagma.schedule import StepTimes
 from psservice.shard.join import leave
 from psservice.shard.lifecycle import finish
-from psservice.shard.model_install import roll_back
 from psservice.shard.push import check_push
+from psservice.shard.rollback import roll_back
 from psservice.state.run import RunState
 from psservice.types import Identity
 from tests.psservice.recovery.test_recovery import Shard, after_a_crash, send

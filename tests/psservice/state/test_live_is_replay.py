@@ -25,8 +25,8 @@ from psservice.settings import ServerSettings
 from psservice.shard.buffers_and_samples import exchange_buffers, lease_samples
 from psservice.shard.join import hear_of_shards, leave
 from psservice.shard.lifecycle import end_leases, finish, open_shard
-from psservice.shard.model_install import roll_back
 from psservice.shard.push import check_push, prepare_push
+from psservice.shard.rollback import roll_back
 from psservice.shard.waiting import wait_for_all
 from psservice.state.records import KINDS, kind_of
 from psservice.state.v1 import journal_pb2 as rec

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -213,3 +214,22 @@ def test_ctrl_c_ends_a_command_that_waits(two_shards):
     assert process.returncode == 130
     assert "interrupted" in printed
     assert "Traceback" not in printed
+
+
+def test_no_shard_goes_back_if_one_cannot_write_the_older_model_down(tmp_path, capsys):
+    with LocalServer(shards=2, data_dir=tmp_path) as server:
+        model = make_model(batch_norm=False)
+        optimizer = psclient.ASGD(model.parameters(), lr=0.1, model=model, server=server.server, settings=QUICK)
+        for _ in range(3):
+            train_step(model, optimizer, *make_data())
+        before = [status(address).generation for address in server.addresses]
+        resource.prlimit(server.processes[1].pid, resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+        code, printed = run(capsys, "restore", server.server, "--version", "1")
+        assert code != 0
+        assert "no shard was taken back" in printed.err
+        assert [status(address).generation for address in server.addresses] == before
+        resource.prlimit(server.processes[1].pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        train_step(model, optimizer, *make_data())
+        optimizer.pull()
+        assert_same_parameters(model, server.server)
+        optimizer.close()
