@@ -4,7 +4,7 @@ import atexit
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Protocol, TypeVar
@@ -107,13 +107,13 @@ class Worker:
             neighbours.predecessors(self.claim)  # raises, before anything is waited for
             with sigterm.beginning(enabled=settings.flush_on_sigterm):
                 shards = self._thread.call(partial(self._reach, settings, model.layout), lambda: None)
-            self._end_predecessors()
+            self._predecessors = neighbours.predecessors(self.claim)
         except BaseException:
             if self._own_server is not None:
                 self._own_server.stop()
             raise
         replica = Replica(model.layout, model.parameters)
-        self.run = Run(shards, self._name, replica, model.buffers, method.name, agreed, settings)
+        self.run = Run(shards, self._name, replica, model.buffers, method.name, agreed, settings, self._make_way)
         self.grouping = Grouping(model.layout, settings.bucket_bytes)
         self.merged: MergedGradients | None = None
         if (merges := settings.merge == "mgs") or layer_density is not None:
@@ -122,9 +122,17 @@ class Worker:
         choice = Choice(SELECTORS[settings.selector], dense_below)
         self.selector = Compressor(method, model, memories, groups, choice, self.grouping)
 
-    def _end_predecessors(self) -> None:
-        """End earlier optimizers whose place this one takes, once its servers are reached."""
-        for name, optimizer in neighbours.predecessors(self.claim):
+    def _make_way(self) -> bool:
+        """End an earlier optimizer that has this worker's name; return whether there was one."""
+        before = len(self._predecessors)
+        self._end_predecessors([name for name, _ in self._predecessors if name == self._name])
+        return len(self._predecessors) < before
+
+    def _end_predecessors(self, names: Sequence[str]) -> None:
+        """End the earlier optimizers of these names, whose place this one takes: the run lets it in."""
+        ended = [each for each in self._predecessors if each[0] in names]
+        self._predecessors = [each for each in self._predecessors if each[0] not in names]
+        for name, optimizer in ended:
             what = "is worker" if name == self._name else "trains the same model, as worker"
             log.warning("an earlier optimizer of this process %s %s; it leaves for the new one", what, name)
             optimizer.close()
@@ -152,11 +160,14 @@ class Worker:
         neighbours.add(self.claim, self.lifecycle)
         try:
             self.do(self.run.join)
+            self._end_predecessors([name for name, _ in self._predecessors])
         except FingerprintMismatchError as error:
             if not self._has_neighbour:
                 raise
             text = str(error).replace(ErrorCode.FINGERPRINT_MISMATCH.advice, _ONE_SERVER_ONE_MODEL)
             raise FingerprintMismatchError(text, error.tensor) from None
+        finally:
+            self._predecessors = []
 
     def require_open(self) -> None:
         """Raise :class:`ConfigurationError` if the optimizer has left its run, or belongs to another process."""

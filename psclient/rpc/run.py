@@ -67,6 +67,9 @@ _AGAIN_SECONDS = 0.2  # between two joins, if it is not known what they wait for
 class Run:
     """One worker's place in a run, at all of its shards.
 
+    ``make_way`` ends this process's earlier worker of the same name, which the run knows to be alive, and tells whether
+    there was one.
+
     Attributes:
         joins: how often the worker has joined; after another join, its samples may be leased to others.
         first_step: the lowest number that the next step should have, as of the last join.
@@ -86,8 +89,9 @@ class Run:
         method: str,
         method_settings: Mapping[str, str],
         settings: ClientSettings,
+        make_way: Callable[[], bool],
     ) -> None:
-        self.settings = settings
+        self.settings, self._make_way = settings, make_way
         self.shards, self.coordinator = tuple(shards), shards[0]
         self.replica, self.buffers = replica, buffers
         self.identity = pb.WorkerIdentity(run_id=settings.run_id, worker_id=worker_id, incarnation=str(uuid.uuid4()))
@@ -322,6 +326,8 @@ class Run:
         policy, alive_until = self.policy(seconds), math.inf
         self._has_asked = True
         while isinstance(answer := shard.connection.call(policy, attempt), Rejected):
+            if answer.reason is ErrorCode.WORKER_ALIVE and self._make_way():
+                continue
             # A restarted worker meets its predecessor's lease: wait for its end, but not for a renewal.
             lease_seconds, now = float(answer.metadata.get("lease_seconds", 0)), time.monotonic()
             if answer.reason is ErrorCode.WORKER_ALIVE and math.isinf(alive_until):

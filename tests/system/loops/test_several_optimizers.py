@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import psclient
-from psclient.errors import ConfigurationError, SparsepsError
+from psclient.errors import ConfigurationError, SettingsMismatchError, SparsepsError
 from psclient.rpc.local_server import LocalServer
 from tests.system.failures.test_interruptions import status
 from tests.system.tools import QUICK, make_data, make_model, train_step
@@ -143,6 +143,20 @@ def test_an_earlier_optimizer_of_the_same_parameters_is_no_ghost(method, kept, m
         optimizer = cell()
         assert [worker.worker_id for worker in status(server).workers] == [optimizer.worker]
         optimizer.close()
+
+
+@pytest.mark.parametrize("variable", [None, "PSCLIENT_WORKER"])
+def test_an_optimizer_that_the_run_refuses_leaves_the_earlier_one_alone(monkeypatch, variable):
+    if variable is not None:
+        monkeypatch.setenv(variable, "me")
+    with LocalServer(lease_seconds=600) as server:
+        model = make_model(batch_norm=False)
+        first = asgd(model, server)
+        with pytest.raises(SettingsMismatchError, match="momentum"):
+            asgd(model, server, momentum=0.9)
+        train_step(model, first, *make_data())
+        assert first.version == 1
+        first.close()
 
 
 def test_parameters_that_were_added_later_count():
