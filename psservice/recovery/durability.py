@@ -98,7 +98,7 @@ class Durability:
 
     @property
     def snapshot_interval_seconds(self) -> float:
-        """Longest time between two snapshots of a model that changes; 0 where none are taken."""
+        """Longest time between two snapshots of a model that changes; 0 if none are taken."""
         periods = 1 if self._settings.shard_index == 0 else _PERIODS_ALONE
         return 0.0 if self._dir is None else self._settings.snapshot_seconds * periods
 
@@ -224,7 +224,7 @@ class Durability:
         try:
             if self._dir is not None and model is not None:
                 with self._snapshotting:
-                    # Where nothing has changed since the newest snapshot, this one takes the place of that.
+                    # If nothing has changed since the newest snapshot, this one takes the place of that.
                     unchanged = self.records.journal is not None and self.journal_bytes == self._bytes_behind
                     last = self.last_snapshot if unchanged and self._is_saved(model) else None
                     checkpoint = last.manifest.checkpoint if last else ""
@@ -250,7 +250,7 @@ class Durability:
             return self._take(checkpoint or None)
 
     def snapshots(self) -> list[Snapshot]:
-        """Return the snapshots that can be read, oldest first; ``BAD_REQUEST`` where none are kept."""
+        """Return the snapshots that can be read, oldest first; ``BAD_REQUEST`` if none are kept."""
         return self._require_dir().snapshots()
 
     def delete(self, checkpoint: str) -> Snapshot:
@@ -355,7 +355,7 @@ class Durability:
     def take(self, checkpoint: str | None = "") -> Snapshot:
         """Take a snapshot, of a checkpoint (for ``None`` shard 0 draws one).
 
-        Raises :class:`StorageError`, or :class:`Rejected` where there is no directory or no model.
+        Raises :class:`StorageError`, or :class:`Rejected` if there is no directory or no model.
         """
         with self._snapshotting:
             return self._take(checkpoint)

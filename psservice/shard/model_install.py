@@ -40,13 +40,13 @@ _MOST_FIRST_VERSION = 1 << 52
 
 
 def claim(shard: Shard) -> None:
-    """Claim the model's place; ``join_lock`` is held. Raises :class:`Rejected` (``BUSY``) where it is claimed."""
+    """Claim the model's place; ``join_lock`` is held. Raises :class:`Rejected` (``BUSY``) if it is claimed."""
     require_unclaimed(shard)
     shard.installing = True
 
 
 def require_unclaimed(shard: Shard) -> None:
-    """Raise :class:`Rejected` (``BUSY``) where the model's place is claimed; ``join_lock`` is held."""
+    """Raise :class:`Rejected` (``BUSY``) if the model's place is claimed; ``join_lock`` is held."""
     if shard.installing:
         raise NotYetError(ErrorCode.BUSY, "another model is being installed", lambda: not shard.installing)
 
@@ -160,7 +160,7 @@ def _buffer_bytes(shard: Shard) -> int:
 
 
 def upload_progress(shard: Shard) -> pb.ModelProgress | None:
-    """Return the progress of a worker's upload, 1 while the model is installed; ``None`` where no worker uploads."""
+    """Return the progress of a worker's upload, 1 while the model is installed; ``None`` if no worker uploads."""
     return shard.uploads.progress() or (pb.ModelProgress(share=1.0) if shard.installing else None)
 
 
@@ -236,7 +236,7 @@ def began_as(shard: Shard, loaded: pb.LoadedModel) -> bool:
 def replaces(shard: Shard, loaded: pb.LoadedModel) -> bool:
     """Tell whether a model that a worker has loaded replaces the installed one.
 
-    It does where no worker has pushed to that one, which a worker has uploaded, or where the worker insists.
+    It does if no worker has pushed to that one, which a worker has uploaded, or if the worker insists.
     """
     model, origin = shard.model, shard.uploads.origin
     if model is None or began_as(shard, loaded):

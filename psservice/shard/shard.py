@@ -149,7 +149,7 @@ class Shard:
         )
 
     def require_synchronizer(self, generation: int | None) -> Synchronizer:
-        """Return the synchronizer; raises :class:`Rejected` where there is no model, or one of another generation."""
+        """Return the synchronizer; raises :class:`Rejected` if there is no model, or one of another generation."""
         if self.synchronizer is None:
             raise Rejected(ErrorCode.NOT_INITIALISED, "no worker has uploaded a model yet")
         ours = self.synchronizer.model.generation

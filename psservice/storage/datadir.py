@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 class DataDir:
     """The directory of a running shard; not thread-safe.
 
-    Raises :class:`StorageError` where another server has the directory, or the directory cannot be written, or lies
+    Raises :class:`StorageError` if another server has the directory, or the directory cannot be written, or lies
     beside that of another number of shards.
     """
 
@@ -180,7 +180,7 @@ class DataDir:
 
 
 def _require_same_number(files: Files, data_dir: Path, ours: str) -> None:
-    """Raise :class:`StorageError` where a run with another number of shards has a directory."""
+    """Raise :class:`StorageError` if a run with another number of shards has a directory."""
     for name in files.list(data_dir):
         number = name.rpartition("-of-")[2] if name.startswith("shard-") else ours
         if number != ours and snapshots.newest_number(files, data_dir / name / "snapshots"):

@@ -33,7 +33,7 @@ class Snapshot:
     files: Files
 
     def read(self) -> dict[str, torch.Tensor]:
-        """Read the tensors; raises :class:`StorageError` where the file is not the one of the manifest."""
+        """Read the tensors; raises :class:`StorageError` if the file is not the one of the manifest."""
         path = self.path / TENSORS_NAME
         try:
             if _seal(self.files, path) != self.manifest.tensors:
@@ -92,7 +92,7 @@ def _unnamed(directory: Path, manifest: Manifest) -> Path:
 def readable(files: Files, directory: Path) -> list[Snapshot]:
     """Return the snapshots of a directory, oldest first; one whose manifest cannot be read is left out and logged.
 
-    Raises :class:`OtherReleaseError` where another release wrote one.
+    Raises :class:`OtherReleaseError` if another release wrote one.
     """
     snapshots = []
     for name in files.list(directory):
@@ -116,7 +116,7 @@ def readable(files: Files, directory: Path) -> list[Snapshot]:
 
 
 def _require_format(path: Path, data: bytes) -> None:
-    """Raise :class:`OtherReleaseError` where a manifest has another format."""
+    """Raise :class:`OtherReleaseError` if a manifest has another format."""
     try:
         found = json.loads(data)["format"]
     except (ValueError, KeyError, TypeError):
@@ -127,7 +127,7 @@ def _require_format(path: Path, data: bytes) -> None:
 
 
 def newest_number(files: Files, directory: Path) -> int:
-    """Return the highest number in the names of snapshots, readable or not; 0 where there is none."""
+    """Return the highest number in the names of snapshots, readable or not; 0 if there is none."""
     heads = (name.partition("-v")[0] for name in files.list(directory) if "-v" in name)
     return max((int(head) for head in heads if head.isdecimal()), default=0)
 

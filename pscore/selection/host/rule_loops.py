@@ -199,7 +199,7 @@ def keep_largest(x, shift, k, count, offsets, values):
 def rank(x, k, keep, shift, offsets, values):
     """Take the ``k`` largest into ``offsets`` and ``values``, of equal ones the first, and no zero.
 
-    Returns how many were taken, and a threshold just below the smallest; infinite where nothing was.
+    Returns how many were taken, and a threshold just below the smallest; infinite if nothing was.
     """
     magnitudes = np.abs(x)
     least = np.partition(magnitudes, x.size - k)[x.size - k]
