@@ -54,7 +54,7 @@ class Generators:
                 self._start(address, frames, names[i::processes], flags) for i in range(min(processes, len(names)))
             ]
             for process in self._processes:
-                if self._line(process).strip() != "ready":
+                if line_of(process).strip() != "ready":
                     raise RuntimeError("a load generator did not get ready; its message is above")
         except BaseException:
             self._stack.close()
@@ -62,13 +62,13 @@ class Generators:
 
     def measure(self, server: psutil.Process, seconds: float) -> Window:
         """Let them push, and watch all but the beginning."""
-        self._tell()
+        tell(self._processes)
         time.sleep(seconds * _WARMUP_SHARE)
-        before = time.monotonic(), _cpu([server]), _cpu(self._watched())
+        before = time.monotonic(), cpu([server]), cpu(self._watched())
         time.sleep(seconds)
-        after = time.monotonic(), _cpu([server]), _cpu(self._watched())
-        self._tell()
-        reports = [json.loads(self._line(process)) for process in self._processes]
+        after = time.monotonic(), cpu([server]), cpu(self._watched())
+        tell(self._processes)
+        reports = [json.loads(line_of(process)) for process in self._processes]
         exchanges = [exchange for report in reports for times in report["times"] for exchange in times]
         pushes = sum(push_share(exchange, before[0], after[0]) for exchange in exchanges)
         reply_bytes = statistics.fmean(report["reply_bytes"] for report in reports)
@@ -92,19 +92,8 @@ class Generators:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self._stack.callback(_end, process)
+        self._stack.callback(end, process)
         return process
-
-    def _tell(self) -> None:
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write("\n")
-            process.stdin.flush()
-
-    def _line(self, process: "subprocess.Popen[str]") -> str:
-        """Read a line; each call of a generator has a deadline, so one comes or the process ends."""
-        assert process.stdout is not None
-        return process.stdout.readline()
 
     def _watched(self) -> list[psutil.Process]:
         return [psutil.Process(process.pid) for process in self._processes]
@@ -116,11 +105,26 @@ def push_share(push: tuple[float, float], start: float, end: float) -> float:
     return max(0.0, min(done, end) - max(began, start)) / max(done - began, 1e-9)
 
 
-def _cpu(processes: Sequence[psutil.Process]) -> float:
+def tell(processes: "Sequence[subprocess.Popen[str]]") -> None:
+    """Write an empty line to each."""
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+
+
+def line_of(process: "subprocess.Popen[str]") -> str:
+    """Read a line; each call of a generator has a deadline, so one comes or the process ends."""
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def cpu(processes: Sequence[psutil.Process]) -> float:
+    """Return their CPU seconds so far."""
     return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
 
 
-def _end(process: "subprocess.Popen[str]") -> None:
+def end(process: "subprocess.Popen[str]") -> None:
     """Close its stdin, at which it stops and leaves; kill it where it does not."""
     try:
         process.communicate(timeout=_END_SECONDS)

@@ -10,15 +10,15 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import psutil
 
-from benchmarks.harness.generators import push_share
+from benchmarks.harness.generators import cpu, end, line_of, push_share, tell
 from benchmarks.scale import updates
 from benchmarks.scale.client import Step
 from benchmarks.workload.layouts import one_tensor
-from benchmarks.workload.replay_worker import CALL_SECONDS
 from psclient.rpc.local_server import LocalServer
 
 CLIENT_PROCESSES = 2
@@ -114,22 +114,24 @@ class Stage:
             count = min(CLIENT_PROCESSES, workers)
             processes = [self._client(names[i::count], think, pushes) for i in range(count)]
             for process in processes:
-                stack.callback(_end, process)
+                stack.callback(end, process)
             for process in processes:
-                if _line(process).strip() != "ready":
+                if line_of(process).strip() != "ready":
                     raise RuntimeError("clients did not get ready; their message is above")
-            _tell(processes)
+            tell(processes)
             time.sleep(_WARM_SECONDS + 2 * think)
-            before = time.monotonic(), self.server_cpu(), _cpu([process.pid for process in processes])
+            before = time.monotonic(), self.server_cpu(), cpu_of(processes)
             time.sleep(seconds)
-            after = time.monotonic(), self.server_cpu(), _cpu([process.pid for process in processes])
-            _tell(processes)
-            steps = [[Step(*step) for step in worker] for process in processes for worker in json.loads(_line(process))]
+            after = time.monotonic(), self.server_cpu(), cpu_of(processes)
+            tell(processes)
+            steps = [
+                [Step(*step) for step in worker] for process in processes for worker in json.loads(line_of(process))
+            ]
         return summary(steps, before, after)
 
     def server_cpu(self) -> float:
         """Return the CPU seconds of all servers so far."""
-        return _cpu([process.pid for process in self._server.processes])
+        return cpu_of(self._server.processes)
 
     def memory(self) -> list[int]:
         """Return the resident bytes of each server."""
@@ -177,23 +179,6 @@ def summary(
     )
 
 
-def _cpu(pids: Sequence[int]) -> float:
-    return float(sum(times.user + times.system for times in (psutil.Process(pid).cpu_times() for pid in pids)))
-
-
-def _tell(processes: "Sequence[subprocess.Popen[str]]") -> None:
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-
-
-def _line(process: "subprocess.Popen[str]") -> str:
-    assert process.stdout is not None
-    return process.stdout.readline()
-
-
-def _end(process: "subprocess.Popen[str]") -> None:
-    if process.poll() is None:
-        process.kill()
-    process.communicate(timeout=CALL_SECONDS)
+def cpu_of(processes: Sequence["subprocess.Popen[Any]"]) -> float:
+    """Return the CPU seconds of processes so far."""
+    return cpu([psutil.Process(process.pid) for process in processes])

@@ -9,10 +9,10 @@ import grpc
 import torch
 
 import psclient
-from benchmarks.scale import updates
 from benchmarks.scale.costs import Costs
 from benchmarks.scale.engine import Points
 from benchmarks.scale.real import Seen, Stage
+from benchmarks.workload.raw_worker import join_request
 from benchmarks.workload.replay_worker import CALL_SECONDS
 from benchmarks.workload.synthetic import Noise, SyntheticModel
 from pscore.model.layout import ModelLayout, TensorSpec
@@ -113,7 +113,7 @@ def _renewal(stage: Stage) -> float:
     """Return the CPU time of a server for one renewal of a lease."""
     with grpc.insecure_channel(stage.addresses[0], NO_PROXY) as channel:
         stub = ParameterServerServiceStub(channel)
-        request = updates.join_request(stage.layout, 0, 1)
+        request = join_request(stage.layout, 0, 1)
         request.identity.worker_id, request.identity.incarnation = "renewer", str(uuid.uuid4())
         request.identity.run_id = stub.Join(request, timeout=CALL_SECONDS).run_id
         renew = pb.RenewLeaseRequest(identity=request.identity)

@@ -13,21 +13,23 @@ from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.net.proxies import NO_PROXY
 from pscore.wire import frames
-from pscore.wire.codecs.names import READABLE_INDEX_CODECS
+from pscore.wire.codecs.names import READABLE_INDEX_CODECS, READABLE_VALUE_CODECS
 from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
 
-def join_request(layout: ModelLayout) -> pb.JoinRequest:
-    """Return a request to join a run of one shard; who joins is filled in later."""
+def join_request(layout: ModelLayout, shard: int = 0, shards: int = 1) -> pb.JoinRequest:
+    """Return a request to join; who joins is filled in later."""
     return pb.JoinRequest(
         identity=pb.WorkerIdentity(),
         protocol_version=PROTOCOL_VERSION,
         method="bench",
         layout=layout_to_message(layout),
-        num_shards=1,
+        shard_index=shard,
+        num_shards=shards,
         index_codecs=READABLE_INDEX_CODECS,
+        value_codecs=READABLE_VALUE_CODECS,
     )
 
 
@@ -71,7 +73,9 @@ class RawWorker:
         self._generation = joined.generation
         self._chunk_bytes = joined.settings.chunk_bytes
         if joined.state == pb.JOIN_STATE_UPLOAD:
-            self._stub.UploadModel(self._upload(), timeout=CALL_SECONDS)
+            self._stub.UploadModel(
+                zeros(self._identity, self._generation, Span(0, layout.size), self._chunk_bytes), timeout=CALL_SECONDS
+            )
 
     def push(self, update: SparseSlice) -> None:
         """Push; returns when the server has applied it."""
@@ -123,15 +127,16 @@ class RawWorker:
         self._stub.Leave(pb.LeaveRequest(identity=self._identity), timeout=CALL_SECONDS)
         self._channel.close()
 
-    def _upload(self) -> Iterator[pb.UploadModelRequest]:
-        yield pb.UploadModelRequest(header=pb.UploadHeader(identity=self._identity, generation=self._generation))
-        checksum = frames.Checksum()
-        step = self._chunk_bytes // 4
-        for start in range(0, self._layout.size, step):
-            span = Span(start, min(self._layout.size, start + step))
-            for chunk, _ in frames.encode(
-                SparseSlice(span, None, torch.zeros(span.length)), chunk_bytes=self._chunk_bytes
-            ):
-                checksum.add(chunk)
-                yield pb.UploadModelRequest(chunk=chunk)
-        yield pb.UploadModelRequest(commit=checksum.commit())
+
+def zeros(
+    identity: pb.WorkerIdentity, generation: int, span: Span, chunk_bytes: int
+) -> Iterator[pb.UploadModelRequest]:
+    """Yield the upload of a shard of zeros."""
+    yield pb.UploadModelRequest(header=pb.UploadHeader(identity=identity, generation=generation))
+    checksum = frames.Checksum()
+    for start in range(span.start, span.end, chunk_bytes // 4):
+        piece = Span(start, min(span.end, start + chunk_bytes // 4))
+        for chunk, _ in frames.encode(SparseSlice(piece, None, torch.zeros(piece.length)), chunk_bytes=chunk_bytes):
+            checksum.add(chunk)
+            yield pb.UploadModelRequest(chunk=chunk)
+    yield pb.UploadModelRequest(commit=checksum.commit())
