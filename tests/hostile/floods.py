@@ -22,9 +22,8 @@ import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from psclient.rpc.local_server import LocalServer
-from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from tests.hostile.attackers import FLOODS
-from tests.system.connecting.test_raw_client import RawWorker
+from tests.system.raw import RawWorker
 
 TOKEN, OTHER_TOKEN = "honest-token", "mallorys-token"
 SIZE = 100_000
@@ -37,13 +36,11 @@ class HonestWorker(RawWorker):
 
     def __init__(self, address: str, ca: bytes) -> None:
         """Join and upload."""
-        super().__init__(address, "honest", SIZE)
-        self.channel.close()
         credentials = grpc.composite_channel_credentials(
             grpc.ssl_channel_credentials(ca), grpc.access_token_call_credentials(TOKEN)
         )
-        self.channel = grpc.secure_channel(address, credentials, [("grpc.use_local_subchannel_pool", 1)])
-        self.stub = ParameterServerServiceStub(self.channel)
+        channel = grpc.secure_channel(address, credentials, [("grpc.use_local_subchannel_pool", 1)])
+        super().__init__(address, "honest", SIZE, channel)
         self._index = list(range(0, SIZE, SIZE // _ENTRIES))
         self._values = [1e-6] * len(self._index)
         self.join()

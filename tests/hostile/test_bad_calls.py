@@ -1,21 +1,22 @@
-"""Bad input over the wire: each is refused with a status and a reason, nothing is applied, and the server goes on."""
+"""Bad input over the wire: each is refused with a status and a reason, nothing is applied, and the server goes on.
 
-import struct
+Chunks that lie are in corpus/.
+"""
+
 import threading
 import time
-import uuid
-import zlib
 
 import grpc
 import pytest
 import torch
 
 import psclient
-from psclient.errors import Transient, from_rpc_error
 from psclient.rpc.local_server import LocalServer
-from pscore.wire.errors import Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from tests.system.connecting.test_raw_client import TIMEOUT, N, RawWorker
+from tests.system.raw import TIMEOUT, N, RawWorker, chunk_of, commit_of, joined, refusal
+
+GOOD = chunk_of([1], [1])
+CHUNK = pb.PushSparseRequest(chunks=[GOOD])
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +27,7 @@ def server():
 
 @pytest.fixture
 def worker(server):
-    raw = RawWorker(server.addresses[0], f"raw-{uuid.uuid4()}")
-    raw.join()
-    raw.pull()
-    return raw
+    return joined(server.addresses[0])
 
 
 @pytest.fixture
@@ -45,130 +43,81 @@ def unharmed(server, worker):
     assert answer.version == version + 1
 
 
-def chunk(index, values, **fields):
-    fields = {
-        "start": 0,
-        "length": N,
-        "count": len(index),
-        "index_codec": pb.INDEX_CODEC_RAW32,
-        "value_codec": pb.VALUE_CODEC_FP32,
-        "indices": struct.pack(f"<{len(index)}I", *index),
-        "values": struct.pack(f"<{len(values)}f", *values),
-    } | fields
-    return pb.Chunk(**fields)
-
-
 def header(worker, **fields):
-    fields = {
-        "identity": worker.identity,
-        "step": worker.step + 1,
-        "generation": worker.generation,
-        "base_version": worker.version,
-        "plan": [pb.Group(start=0, length=N)],
-    } | fields
-    return pb.PushSparseRequest(header=pb.PushHeader(**fields))
-
-
-def commit(*chunks, **fields):
-    crc = 0
-    for each in chunks:
-        crc = zlib.crc32(each.values, zlib.crc32(each.indices, crc))
-    fields = {"chunks": len(chunks), "entries": sum(each.count for each in chunks), "crc32": crc} | fields
-    return pb.PushSparseRequest(commit=pb.Commit(**fields))
+    return pb.PushSparseRequest(header=worker.push_header(**fields))
 
 
 def push(worker, *chunks, head=None, end=None):
     messages = [head or header(worker), *(pb.PushSparseRequest(chunks=[each]) for each in chunks)]
-    messages.append(end or commit(*chunks))
+    messages.append(pb.PushSparseRequest(commit=end or commit_of(*chunks)))
     return next(worker.stub.PushSparse(iter(messages), timeout=TIMEOUT))
 
 
-def refusal(call) -> tuple[str, str]:
-    """Return status and reason of a call that must be refused."""
-
-    def finished():
-        result = call()
-        return list(result) if isinstance(result, grpc.Call) else result
-
-    with pytest.raises(grpc.RpcError) as caught:
-        finished()
-    failure = from_rpc_error(caught.value)
-    assert isinstance(failure, Rejected | Transient), failure
-    assert failure.reason is not None
-    return caught.value.code().name, failure.reason.name
+def as_(worker, **fields):
+    """The worker's identity, with other fields."""
+    return pb.WorkerIdentity(**{name: getattr(worker.identity, name) for name in IDENTITY} | fields)
 
 
-BAD_CHUNKS = {
-    "index out of range": chunk([1, N], [1, 1]),
-    "unsorted": chunk([5, 4], [1, 1]),
-    "repeated": chunk([5, 5], [1, 1]),
-    "too few values": chunk([1, 2], [1]),
-    "too many values": chunk([1, 2], [1, 2, 3]),
-    "too few indices": chunk([1, 2], [1, 2], indices=b"\0\0\0\0"),
-    "ragged index bytes": chunk([1, 2], [1, 2], indices=b"\0\0\0\0\1"),
-    "count above length": chunk([1, 2], [1, 2], length=1),
-    "empty": chunk([], []),
-    "beyond the model": chunk([0], [1], start=N - 1, length=2),
-    "far beyond the model": chunk([0], [1], start=2**63, length=1),
-    "huge count": chunk([1], [1], count=2**32 - 1),
-    "unknown group": chunk([1], [1], group=7),
-    "dense with index bytes": chunk([0], [1], length=1, index_codec=pb.INDEX_CODEC_DENSE),
-    "dense with a hole": chunk([0], [1], length=2, indices=b"", index_codec=pb.INDEX_CODEC_DENSE),
-    "empty bitmap": chunk([1], [1], indices=b"", index_codec=pb.INDEX_CODEC_BITMAP),
-    "endless quotients": chunk([1], [1], indices=b"\xff\xff\xff\xff\0\1", index_codec=pb.INDEX_CODEC_RICE),
+IDENTITY = [field.name for field in pb.WorkerIdentity.DESCRIPTOR.fields]
+STRANGERS = [
+    ({"worker_id": "nobody"}, ("NOT_FOUND", "LEASE_EXPIRED")),
+    ({"incarnation": "other"}, ("NOT_FOUND", "LEASE_EXPIRED")),
+    ({"run_id": "other"}, ("FAILED_PRECONDITION", "RUN_MISMATCH")),
+    ({"worker_id": ""}, ("INVALID_ARGUMENT", "BAD_REQUEST")),
+    ({"worker_id": "x" * 1000}, ("INVALID_ARGUMENT", "BAD_REQUEST")),
+]
+BAD_CHUNK, BAD_COMMIT, BAD_REQUEST = (("INVALID_ARGUMENT", f"BAD_{what}") for what in ("CHUNK", "COMMIT", "REQUEST"))
+UNKNOWN_CODEC, IN_FUTURE = ("UNIMPLEMENTED", "UNKNOWN_CODEC"), ("OUT_OF_RANGE", "VERSION_IN_FUTURE")
+BAD_PUSHES = {
+    "beyond the model": (lambda w: {"chunks": [chunk_of([0], [1], start=N - 1, length=2)]}, BAD_CHUNK),
+    "unknown group": (lambda w: {"chunks": [chunk_of([1], [1], group=7)]}, BAD_CHUNK),
+    "the same place twice": (lambda w: {"chunks": [GOOD, GOOD]}, BAD_CHUNK),
+    **{
+        f"{field} {number}": (lambda w, f=field, n=number: {"chunks": [chunk_of([1], [1], **{f: n})]}, UNKNOWN_CODEC)
+        for field in ("index_codec", "value_codec")
+        for number in (0, 77)
+    },
+    **{
+        f"commit with other {field}": (lambda w, f=field: {"end": commit_of(GOOD, **{f: 2})}, BAD_COMMIT)
+        for field in ("chunks", "entries", "crc32")
+    },
+    **{
+        f"plan {plan}": (
+            lambda w, p=plan: {"head": header(w, plan=[pb.Group(start=a, length=n) for a, n in p])},
+            BAD_REQUEST,
+        )
+        for plan in ([(0, N + 1)], [(0, 10), (9, 2)], [(2**63, 2**63)])
+    },
+    **{
+        f"of another {fields}"[:40]: (lambda w, f=fields: {"head": header(w, identity=as_(w, **f))}, expected)
+        for fields, expected in STRANGERS
+    },
+    "a generation": (
+        lambda w: {"head": header(w, generation=w.generation + 1)},
+        ("FAILED_PRECONDITION", "STALE_GENERATION"),
+    ),
+    "step 0": (lambda w: {"head": header(w, step=0)}, BAD_REQUEST),
+    "from a future version": (lambda w: {"head": header(w, base_version=10**6)}, IN_FUTURE),
 }
 
 
-@pytest.mark.parametrize("name", BAD_CHUNKS)
-def test_bad_chunk(worker, unharmed, name):
-    assert refusal(lambda: push(worker, BAD_CHUNKS[name])) == ("INVALID_ARGUMENT", "BAD_CHUNK")
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_non_finite_value(worker, unharmed, value):
-    assert refusal(lambda: push(worker, chunk([1], [value]))) == ("INVALID_ARGUMENT", "NON_FINITE")
-
-
-@pytest.mark.parametrize("fields", [{"index_codec": 77}, {"value_codec": 77}, {"index_codec": 0}, {"value_codec": 0}])
-def test_unknown_codec_is_unimplemented(worker, unharmed, fields):
-    assert refusal(lambda: push(worker, chunk([1], [1], **fields))) == ("UNIMPLEMENTED", "UNKNOWN_CODEC")
-
-
-@pytest.mark.parametrize("fields", [{"chunks": 2}, {"entries": 5}, {"crc32": 1}])
-def test_bad_commit(worker, unharmed, fields):
-    good = chunk([1], [1])
-    answer = refusal(lambda: push(worker, good, end=commit(good, **fields)))
-    assert answer == ("INVALID_ARGUMENT", "BAD_COMMIT")
-
-
-def test_the_same_place_twice(worker, unharmed):
-    twice = [chunk([1], [1]), chunk([1], [1])]
-    assert refusal(lambda: push(worker, *twice)) == ("INVALID_ARGUMENT", "BAD_CHUNK")
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        [pb.Group(start=0, length=N + 1)],
-        [pb.Group(start=0, length=10), pb.Group(start=9, length=2)],
-        [pb.Group(start=2**63, length=2**63)],
-    ],
-)
-def test_bad_plan(worker, unharmed, plan):
-    answer = refusal(lambda: push(worker, chunk([1], [1]), head=header(worker, plan=plan)))
-    assert answer == ("INVALID_ARGUMENT", "BAD_REQUEST")
+@pytest.mark.parametrize(("what", "expected"), BAD_PUSHES.values(), ids=BAD_PUSHES)
+def test_bad_push(worker, unharmed, what, expected):
+    given = what(worker)
+    assert refusal(lambda: push(worker, *given.pop("chunks", [GOOD]), **given)) == expected
 
 
 def test_a_stream_without_header_commit_or_sense(worker, unharmed):
-    good = pb.PushSparseRequest(chunks=[chunk([1], [1])])
-    send = worker.stub.PushSparse
-    assert refusal(lambda: send(iter([good]), timeout=TIMEOUT))[1] == "BAD_REQUEST"
-    assert list(send(iter([]), timeout=TIMEOUT)) == []
-    assert refusal(lambda: send(iter([pb.PushSparseRequest()]), timeout=TIMEOUT))[1] == "BAD_REQUEST"
-    assert refusal(lambda: send(iter([header(worker), good]), timeout=TIMEOUT))[1] == "BAD_COMMIT"
-    assert refusal(lambda: send(iter([header(worker), header(worker)]), timeout=TIMEOUT))[1] == "BAD_REQUEST"
-    empty = [header(worker), pb.PushSparseRequest()]
-    assert refusal(lambda: send(iter(empty), timeout=TIMEOUT))[1] == "BAD_REQUEST"
+    head, nothing = header(worker), pb.PushSparseRequest()
+    for messages, reason in (
+        ([CHUNK], "BAD_REQUEST"),
+        ([nothing], "BAD_REQUEST"),
+        ([head, CHUNK], "BAD_COMMIT"),
+        ([head, head], "BAD_REQUEST"),
+        ([head, nothing], "BAD_REQUEST"),
+    ):
+        assert refusal(lambda m=messages: worker.stub.PushSparse(iter(m), timeout=TIMEOUT))[1] == reason
+    assert list(worker.stub.PushSparse(iter([]), timeout=TIMEOUT)) == []
 
 
 def test_a_stream_cut_in_the_middle(worker, unharmed):
@@ -176,34 +125,13 @@ def test_a_stream_cut_in_the_middle(worker, unharmed):
 
     def messages():
         yield header(worker)
-        yield pb.PushSparseRequest(chunks=[chunk([1], [1])])
+        yield pb.PushSparseRequest(chunks=[GOOD])
         release.wait(TIMEOUT)
 
     call = worker.stub.PushSparse(messages(), timeout=TIMEOUT)
     call.cancel()
     release.set()
     assert call.cancelled()
-
-
-def test_unknown_worker_wrong_incarnation_wrong_run(worker, unharmed):
-    def identity(**fields):
-        changed = pb.WorkerIdentity()
-        changed.CopyFrom(worker.identity)
-        for name, value in fields.items():
-            setattr(changed, name, value)
-        return header(worker, identity=changed)
-
-    for head, expected in (
-        (identity(worker_id="nobody"), ("NOT_FOUND", "LEASE_EXPIRED")),
-        (identity(incarnation="other"), ("NOT_FOUND", "LEASE_EXPIRED")),
-        (identity(run_id="other"), ("FAILED_PRECONDITION", "RUN_MISMATCH")),
-        (identity(worker_id=""), ("INVALID_ARGUMENT", "BAD_REQUEST")),
-        (identity(worker_id="x" * 1000), ("INVALID_ARGUMENT", "BAD_REQUEST")),
-        (header(worker, generation=worker.generation + 1), ("FAILED_PRECONDITION", "STALE_GENERATION")),
-        (header(worker, step=0), ("INVALID_ARGUMENT", "BAD_REQUEST")),
-        (header(worker, base_version=10**6), ("OUT_OF_RANGE", "VERSION_IN_FUTURE")),
-    ):
-        assert refusal(lambda head=head: push(worker, chunk([1], [1]), head=head)) == expected
 
 
 def test_an_older_step_is_out_of_order(worker):
@@ -214,22 +142,12 @@ def test_an_older_step_is_out_of_order(worker):
 
 
 def test_a_pull_from_a_future_version(worker, unharmed):
-    request = pb.PullDiffRequest(
-        identity=worker.identity, generation=worker.generation, has_base=True, base_version=10**9
-    )
-    answer = refusal(lambda: worker.stub.PullDiff(iter([request]), timeout=TIMEOUT))
-    assert answer == ("OUT_OF_RANGE", "VERSION_IN_FUTURE")
+    request = worker.pull_request(has_base=True, base_version=10**9)
+    assert refusal(lambda: worker.stub.PullDiff(iter([request]), timeout=TIMEOUT)) == IN_FUTURE
 
 
-def join_request(worker, **fields):
-    layout = pb.ModelLayout(
-        parameters=[pb.TensorSpec(name="w", shape=[N + 1], data_type=pb.DATA_TYPE_FLOAT32)], fingerprint=b"x"
-    )
-    identity = pb.WorkerIdentity(worker_id=f"new-{uuid.uuid4()}", incarnation="i")
-    fields = {
-        "identity": identity, "protocol_version": 2, "method": "raw", "layout": layout, "num_shards": 1
-    } | fields  # fmt: skip
-    return pb.JoinRequest(**fields)
+def layout(shape, **fields):
+    return pb.ModelLayout(parameters=[pb.TensorSpec(name="w", shape=shape, data_type=1)], **fields)
 
 
 @pytest.mark.parametrize(
@@ -237,35 +155,32 @@ def join_request(worker, **fields):
     [
         ({"protocol_version": 99}, ("UNIMPLEMENTED", "UNKNOWN_PROTOCOL")),
         ({"num_shards": 3}, ("FAILED_PRECONDITION", "SHARD_MISMATCH")),
-        ({}, ("FAILED_PRECONDITION", "FINGERPRINT_MISMATCH")),
+        ({"layout": layout([N + 1], fingerprint=b"x")}, ("FAILED_PRECONDITION", "FINGERPRINT_MISMATCH")),
         ({"layout": pb.ModelLayout()}, ("FAILED_PRECONDITION", "FINGERPRINT_MISMATCH")),
-        (
-            {"layout": pb.ModelLayout(parameters=[pb.TensorSpec(name="w", shape=[2**40, 2**40], data_type=1)])},
-            ("FAILED_PRECONDITION", "FINGERPRINT_MISMATCH"),
-        ),
-        (  # a fingerprint that is not the layout's
-            {"layout": pb.ModelLayout(parameters=[pb.TensorSpec(name="w", shape=[N], data_type=1)], fingerprint=b"x")},
-            ("INVALID_ARGUMENT", "BAD_REQUEST"),
-        ),
-        ({"loaded": pb.LoadedModel(digest=b"x" * 31)}, ("INVALID_ARGUMENT", "BAD_REQUEST")),
-        ({"loaded": pb.LoadedModel(replaces=True)}, ("INVALID_ARGUMENT", "BAD_REQUEST")),
+        ({"layout": layout([2**40, 2**40])}, ("FAILED_PRECONDITION", "FINGERPRINT_MISMATCH")),
+        ({"layout": layout([N], fingerprint=b"x")}, BAD_REQUEST),  # a fingerprint that is not the layout's
+        ({"loaded": pb.LoadedModel(digest=b"x" * 31)}, BAD_REQUEST),
+        ({"loaded": pb.LoadedModel(replaces=True)}, BAD_REQUEST),
     ],
 )
-def test_bad_join(worker, unharmed, fields, expected):
-    assert refusal(lambda: worker.stub.Join(join_request(worker, **fields), timeout=TIMEOUT)) == expected
+def test_bad_join(server, worker, unharmed, fields, expected):
+    new = RawWorker(server.addresses[0], "new")
+    assert refusal(lambda: worker.stub.Join(new.join_request(**fields), timeout=TIMEOUT)) == expected
 
 
-def test_an_upload_over_a_living_model(worker, unharmed):
-    header = pb.UploadHeader(identity=worker.identity, generation=worker.generation)
-    answer = refusal(lambda: worker.stub.UploadModel(iter([pb.UploadModelRequest(header=header)]), timeout=TIMEOUT))
-    assert answer == ("ALREADY_EXISTS", "ALREADY_UPLOADED")
-    header.digest = b"x" * 33
-    answer = refusal(lambda: worker.stub.UploadModel(iter([pb.UploadModelRequest(header=header)]), timeout=TIMEOUT))
-    assert answer == ("INVALID_ARGUMENT", "BAD_REQUEST")
-    newer = worker.generation + (1 << 32)
-    head = pb.UploadModelRequest(header=pb.UploadHeader(identity=worker.identity, generation=newer))
-    answer = refusal(lambda: worker.stub.UploadModel(iter([head]), timeout=TIMEOUT))
-    assert answer == ("FAILED_PRECONDITION", "STALE_GENERATION")
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, ("ALREADY_EXISTS", "ALREADY_UPLOADED")),
+        ({"digest": b"x" * 33}, BAD_REQUEST),
+        ({"generation": 1 << 32}, ("FAILED_PRECONDITION", "STALE_GENERATION")),
+    ],
+)
+def test_an_upload_over_a_living_model(worker, unharmed, fields, expected):
+    header = pb.UploadHeader(identity=worker.identity, **{"generation": 0} | fields)
+    header.generation += worker.generation
+    requests = iter([pb.UploadModelRequest(header=header)])
+    assert refusal(lambda: worker.stub.UploadModel(requests, timeout=TIMEOUT)) == expected
 
 
 def test_a_refused_upload_is_answered_although_its_client_sends_no_more(worker, unharmed):
@@ -288,20 +203,19 @@ def test_buffers_where_there_are_none(worker, unharmed):
         identity=worker.identity, step=1, generation=worker.generation, samples=1, buffer_bytes=2**62
     )
     request = pb.ExchangeBuffersRequest(header=head)
-    answer = refusal(lambda: worker.stub.ExchangeBuffers(iter([request]), timeout=TIMEOUT))
-    assert answer == ("INVALID_ARGUMENT", "BAD_REQUEST")
+    assert refusal(lambda: worker.stub.ExchangeBuffers(iter([request]), timeout=TIMEOUT)) == BAD_REQUEST
 
 
-def test_garbage_instead_of_a_message(server, worker, unharmed):
-    with grpc.insecure_channel(server.addresses[0]) as channel:
-        call = channel.unary_unary("/sparseps.v1.ParameterServerService/Join")
-        with pytest.raises(grpc.RpcError) as caught:
-            call(b"\xff" * 100, timeout=TIMEOUT)
-        assert caught.value.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT)
+@pytest.mark.parametrize("rpc", ["Join", "LeaseSamples"])
+def test_garbage_instead_of_a_message(worker, unharmed, rpc):
+    call = worker.channel.unary_unary(f"/sparseps.v1.ParameterServerService/{rpc}")
+    with pytest.raises(grpc.RpcError) as caught:
+        call(b"\xff" * 100, timeout=TIMEOUT)
+    assert caught.value.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT)
 
 
 def test_a_message_beyond_the_limit(worker, unharmed):
-    too_large = chunk([0], [1])
+    too_large = chunk_of([0], [1])
     too_large.values = bytes(5 << 20)
     with pytest.raises(grpc.RpcError) as caught:
         push(worker, too_large)

@@ -2,13 +2,12 @@
 
 import uuid
 
-import grpc
 import pytest
 
 from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from tests.hostile.test_bad_calls import chunk, commit, header, push, refusal
-from tests.system.connecting.test_raw_client import TIMEOUT, RawWorker
+from tests.hostile.test_bad_calls import BAD_REQUEST, GOOD, STRANGERS, as_, header, push
+from tests.system.raw import TIMEOUT, joined, refusal
 
 SIZE = 100
 
@@ -21,19 +20,12 @@ def server():
 
 @pytest.fixture
 def worker(server):
-    return joined(server)
+    return joined(server.addresses[0])
 
 
 @pytest.fixture
 def dataset():
     return f"d-{uuid.uuid4()}"
-
-
-def joined(server):
-    raw = RawWorker(server.addresses[0], f"raw-{uuid.uuid4()}")
-    raw.join()
-    raw.pull()
-    return raw
 
 
 def lease(worker, dataset, **fields):
@@ -68,7 +60,7 @@ OUT_OF_BOUNDS = {
 @pytest.mark.parametrize("name", OUT_OF_BOUNDS)
 def test_out_of_bounds(worker, dataset, name):
     fields = {"dataset": dataset} | OUT_OF_BOUNDS[name]
-    assert refusal(lambda: lease(worker, **fields)) == ("INVALID_ARGUMENT", "BAD_REQUEST")
+    assert refusal(lambda: lease(worker, **fields)) == BAD_REQUEST
     assert lease(worker, dataset).granted
 
 
@@ -84,22 +76,21 @@ FINISHED = {
 
 @pytest.mark.parametrize("name", FINISHED)
 def test_a_push_that_finishes_nonsense_is_refused_and_not_applied(worker, name):
-    answer = refusal(lambda: push(worker, chunk([1], [1]), head=header(worker, finished=FINISHED[name])))
-    assert answer == ("INVALID_ARGUMENT", "BAD_REQUEST")
+    answer = refusal(lambda: push(worker, GOOD, head=header(worker, finished=FINISHED[name])))
+    assert answer == BAD_REQUEST
     before = worker.version
     worker.pull()
     assert worker.version == before
 
 
 def test_what_another_holds_can_be_neither_had_nor_finished(server, worker, dataset):
-    other = joined(server)
+    other = joined(server.addresses[0])
     theirs = lease(other, dataset).granted
     answer = lease(worker, dataset, held=theirs)
     assert places(answer.lost) == places(theirs)
     assert not places(answer.granted) & places(theirs)
     finished = [pb.FinishedSamples(dataset=dataset, ranges=samples((0, SIZE)))]
-    good = chunk([1], [0.5])
-    push(worker, good, head=header(worker, finished=finished), end=commit(good))
+    push(worker, GOOD, head=header(worker, finished=finished))
     assert places(lease(other, dataset, samples=0).granted) == places(theirs)
     assert not lease(other, dataset, samples=0, held=theirs).lost
 
@@ -111,32 +102,15 @@ def test_another_dataset_under_the_same_name(worker, dataset):
         assert answer == ("FAILED_PRECONDITION", "SETTINGS_MISMATCH")
 
 
-def test_who_is_not_a_worker_of_the_run(worker, dataset):
-    def as_(**fields):
-        identity = pb.WorkerIdentity()
-        identity.CopyFrom(worker.identity)
-        for name, value in fields.items():
-            setattr(identity, name, value)
-        return refusal(lambda: lease(worker, dataset, identity=identity))
-
-    assert as_(worker_id="nobody") == ("NOT_FOUND", "LEASE_EXPIRED")
-    assert as_(incarnation="other") == ("NOT_FOUND", "LEASE_EXPIRED")
-    assert as_(run_id="other") == ("FAILED_PRECONDITION", "RUN_MISMATCH")
-    assert as_(worker_id="") == ("INVALID_ARGUMENT", "BAD_REQUEST")
+@pytest.mark.parametrize(("fields", "expected"), STRANGERS)
+def test_who_is_not_a_worker_of_the_run(worker, dataset, fields, expected):
+    assert refusal(lambda: lease(worker, dataset, identity=as_(worker, **fields))) == expected
 
 
 def test_a_greedy_worker_leaves_the_others_their_part(server, worker, dataset):
     """It asks for everything, and again without admitting what it holds: half of what is left is all it is given."""
-    other = joined(server)
+    other = joined(server.addresses[0])
     first = lease(worker, dataset, samples=2**24).granted
     assert len(places(first)) <= SIZE / 2
     assert places(lease(worker, dataset, samples=2**24).granted) == places(first)  # it does not admit what it holds
     assert lease(other, dataset).granted
-
-
-def test_garbage(server, worker):
-    with grpc.insecure_channel(server.addresses[0]) as channel:
-        call = channel.unary_unary("/sparseps.v1.ParameterServerService/LeaseSamples")
-        with pytest.raises(grpc.RpcError):
-            call(b"\xff" * 100, timeout=TIMEOUT)
-    assert worker.push([3], [0.5]).version > 0

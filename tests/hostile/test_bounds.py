@@ -2,24 +2,20 @@
 
 import math
 import re
-import uuid
-import zlib
 from pathlib import Path
 
-import grpc
 import pytest
 import torch
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psclient.errors import Transient, from_rpc_error
 from psclient.rpc.local_server import LocalServer
 from pscore.wire.errors import Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.rpc import bounds
 from psservice.rpc.bounds import BOUNDS
-from tests.system.connecting.test_raw_client import TIMEOUT, N, RawWorker
+from tests.system.raw import TIMEOUT, RawWorker, chunk_of, commit_of, joined, outcome
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
 NUMBERS = (
@@ -74,19 +70,12 @@ def worker(server):
     return joined(server.addresses[0])
 
 
-def joined(address, size=N):
-    raw = RawWorker(address, f"raw-{uuid.uuid4()}", size)
-    raw.join()
-    raw.pull()
-    return raw
-
-
 def requests_of(worker, rpc):
     """Return the messages of a call that would do, but for what it is about to be given."""
     identity, generation = worker.identity, worker.generation
     if rpc == "Join":
         layout = pb.ModelLayout(parameters=[pb.TensorSpec(name="w", data_type=pb.DATA_TYPE_FLOAT32)])
-        return [pb.JoinRequest(identity=identity, protocol_version=2, method="raw", layout=layout, num_shards=1)]
+        return [worker.join_request(layout=layout)]
     if rpc == "RenewLease":
         history = pb.ShardHistory(generation=generation, version=1, origins=[pb.ShardOrigin(version=1)])
         return [pb.RenewLeaseRequest(identity=identity, shards=[history])]
@@ -99,25 +88,11 @@ def requests_of(worker, rpc):
             pb.UploadModelRequest(commit=pb.Commit()),
         ]
     if rpc == "PushSparse":
-        header = pb.PushHeader(
-            identity=identity,
-            step=worker.step + 1,
-            generation=generation,
-            base_version=worker.version,
-            samples=1,
-            plan=[pb.Group(start=0, length=N)],
-        )
-        chunk = pb.Chunk(
-            length=2, count=1, index_codec=pb.INDEX_CODEC_RAW32, value_codec=pb.VALUE_CODEC_FP32,
-            indices=bytes(4), values=bytes(4),
-        )  # fmt: skip
-        return [
-            pb.PushSparseRequest(header=header),
-            pb.PushSparseRequest(chunks=[chunk]),
-            pb.PushSparseRequest(commit=pb.Commit(chunks=1, entries=1, crc32=zlib.crc32(bytes(8)))),
-        ]
+        chunk = chunk_of([0], [0])
+        parts = ({"header": worker.push_header()}, {"chunks": [chunk]}, {"commit": commit_of(chunk)})
+        return [pb.PushSparseRequest(**part) for part in parts]
     if rpc == "PullDiff":
-        return [pb.PullDiffRequest(identity=identity, generation=generation, has_base=True)]
+        return [worker.pull_request(has_base=True)]
     if rpc == "ExchangeBuffers":
         header = pb.BuffersHeader(identity=identity, generation=generation, step=1, samples=1)
         return [pb.ExchangeBuffersRequest(header=header), pb.ExchangeBuffersRequest(buffers=pb.BytesChunk())]
@@ -151,19 +126,10 @@ def set_at(messages, path, value):
     raise AssertionError(f"no message has {path}")
 
 
-def outcome(worker, rpc, messages):
+def called(worker, rpc, messages):
     """Return status, reason and words of a refusal, or ``None``."""
-    method = SERVICE.methods_by_name[rpc]
-    call = getattr(worker.stub, rpc)
-    try:
-        answer = call(iter(messages) if method.client_streaming else messages[0], timeout=TIMEOUT)
-        if method.server_streaming:
-            list(answer)
-    except grpc.RpcError as error:
-        failure = from_rpc_error(error)
-        reason = failure.reason.name if isinstance(failure, Rejected | Transient) and failure.reason else None
-        return error.code().name, reason, error.details()
-    return None
+    in_parts = SERVICE.methods_by_name[rpc].client_streaming
+    return outcome(lambda: getattr(worker.stub, rpc)(iter(messages) if in_parts else messages[0], timeout=TIMEOUT))
 
 
 @pytest.mark.parametrize(("rpc", "path", "kind", "field"), ALL)
@@ -172,7 +138,7 @@ def test_every_number_of_every_request_has_a_bound_and_is_refused_beyond_it(work
     for value in (math.inf, math.nan, -1.0, 1e300) if is_double else (MOST,):
         messages = requests_of(worker, rpc)
         set_at(messages, path, value)
-        found = outcome(worker, rpc, messages)
+        found = called(worker, rpc, messages)
         assert found is not None, f"{kind}.{field.name} = {value} was taken"
         if (kind, field.name) in COMPARED:
             assert found[1] is not None, found
@@ -187,7 +153,7 @@ def push_header(worker, **fields):
     messages = requests_of(worker, "PushSparse")
     for name, value in fields.items():
         setattr(messages[0].header, name, value)
-    return outcome(worker, "PushSparse", messages)
+    return called(worker, "PushSparse", messages)
 
 
 def test_samples_beyond_their_bound_are_not_kept_and_the_run_is_restored(tmp_path):
@@ -208,8 +174,7 @@ def test_samples_beyond_their_bound_are_not_kept_and_the_run_is_restored(tmp_pat
 def test_a_generation_beyond_its_bound_is_refused_and_later_workers_join(tmp_path):
     with LocalServer() as running:
         raw = RawWorker(running.addresses[0], "liar")
-        messages = requests_of_join(raw, generation_seen=MOST)
-        found = outcome(raw, "Join", messages)
+        found = called(raw, "Join", [raw.join_request(generation_seen=MOST)])
         assert found is not None
         assert found[1] == "BAD_REQUEST"
         assert "generation_seen" in found[2]
@@ -217,44 +182,14 @@ def test_a_generation_beyond_its_bound_is_refused_and_later_workers_join(tmp_pat
         later.push([1], [1.0])
 
 
-def requests_of_join(worker, **fields):
-    """Return a good request to join of a raw worker, with these fields."""
-    worker.identity.run_id = ""
-    caught = []
-    stub, worker.stub = worker.stub, Recorder(caught)
-    try:
-        worker.join()
-    except Recorded:
-        pass
-    finally:
-        worker.stub = stub
-    (request,) = caught
-    for name, value in fields.items():
-        setattr(request, name, value)
-    return [request]
-
-
-class Recorded(Exception):  # noqa: N818
-    """The request was recorded instead of sent."""
-
-
-class Recorder:
-    def __init__(self, caught):
-        self._caught = caught
-
-    def Join(self, request, timeout):  # noqa: N802
-        self._caught.append(request)
-        raise Recorded
-
-
 def test_an_upload_cannot_begin_at_a_version_from_which_counting_on_would_overflow():
     with LocalServer() as running:
         first = RawWorker(running.addresses[0], "first")
-        answer = first.stub.Join(requests_of_join(first)[0], timeout=TIMEOUT)
+        answer = first.stub.Join(first.join_request(), timeout=TIMEOUT)
         first.identity.run_id, first.generation = answer.run_id, answer.generation
         for version in (MOST - 1, 2**63):
             header = pb.UploadHeader(identity=first.identity, generation=first.generation, version=version)
-            found = outcome(first, "UploadModel", [pb.UploadModelRequest(header=header)])
+            found = called(first, "UploadModel", [pb.UploadModelRequest(header=header)])
             assert found is not None
             assert found[1] == "BAD_REQUEST", found
         first.upload()
@@ -268,18 +203,13 @@ def test_a_wagma_step_far_ahead_is_refused_and_later_workers_join():
         workers = []
         for name in ("liar", "later"):
             raw = RawWorker(running.addresses[0], name)
-            request = requests_of_join(raw)[0]
-            request.method_settings.update(settings)
-            answer = raw.stub.Join(request, timeout=TIMEOUT)
-            raw.identity.run_id, raw.generation = answer.run_id, answer.generation
-            if answer.state == pb.JOIN_STATE_UPLOAD:
-                raw.upload()
+            raw.join(method_settings=settings)
             for step in (MOST, 2**53) if name == "liar" else ():
                 found = push_header(raw, step=step)
                 assert found is not None
                 assert found[1] == "BAD_REQUEST", found
             workers.append(raw)
-        answer = workers[1].stub.Join(request, timeout=TIMEOUT)
+        answer = workers[1].join(method_settings=settings)
         assert 1 <= answer.first_step < 2**52
 
 

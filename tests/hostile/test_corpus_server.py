@@ -2,7 +2,6 @@
 
 import re
 import sys
-import uuid
 from pathlib import Path
 
 import grpc
@@ -16,7 +15,7 @@ from pscore.model.layout import Span
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.hostile.corpus_files import corpus
-from tests.system.connecting.test_raw_client import TIMEOUT, RawWorker
+from tests.system.raw import TIMEOUT, RawWorker
 
 SIZE = 1 << 16
 MOST_GROWTH = 8 << 20
@@ -39,7 +38,7 @@ def memory_peak(process: int) -> int:
 def worker():
     """A worker of a server whose model has a value of its own in every element."""
     with LocalServer(down_mode="exact", lease_seconds=120) as server:
-        raw = RawWorker(server.addresses[0], f"raw-{uuid.uuid4()}", SIZE)
+        raw = RawWorker(server.addresses[0], "raw", SIZE)
         raw.theta[:] = np.arange(SIZE)
         raw.join()
         raw.pull()
@@ -51,14 +50,7 @@ def worker():
 
 def push(worker: RawWorker, chunk: pb.Chunk) -> grpc.RpcError:
     """Push a chunk and return the answer, which must be a refusal."""
-    head = pb.PushHeader(
-        identity=worker.identity,
-        step=worker.step + 1,
-        generation=worker.generation,
-        base_version=worker.version,
-        plan=[pb.Group(start=0, length=SIZE)],
-    )
-    messages = [pb.PushSparseRequest(header=head), pb.PushSparseRequest(chunks=[chunk])]
+    messages = [pb.PushSparseRequest(header=worker.push_header()), pb.PushSparseRequest(chunks=[chunk])]
     with pytest.raises(grpc.RpcError) as caught:
         next(worker.stub.PushSparse(iter(messages), timeout=TIMEOUT))
     return caught.value

@@ -1,18 +1,15 @@
 """Names and lists in requests: what is too long, too many or not printable is refused before it is kept or shown."""
 
-import uuid
-
-import grpc
 import pytest
 import torch
 
 import psclient
-from psclient.errors import ConfigurationError, from_rpc_error
+from psclient.errors import ConfigurationError
 from psclient.rpc.local_server import LocalServer
 from pscore.model.layout import ModelLayout, TensorSpec
 from pscore.wire.messages import layout_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from tests.system.connecting.test_raw_client import TIMEOUT, RawWorker
+from tests.system.raw import TIMEOUT, RawWorker, outcome
 
 F32 = torch.float32
 ESCAPE = "\x1b]0;owned\x07"
@@ -40,25 +37,15 @@ def layout(*names, aliases=(), buffers=()):
 
 
 def join(server, found, **fields):
-    identity = pb.WorkerIdentity(worker_id=f"w-{uuid.uuid4()}", incarnation="i")
-    fields = {"identity": identity, "protocol_version": 2, "method": "raw", "num_shards": 1} | fields
-    with grpc.insecure_channel(server.addresses[0]) as channel:
-        return RawStub(channel).Join(pb.JoinRequest(layout=found, **fields), timeout=TIMEOUT)
+    new = RawWorker(server.addresses[0], "w")
+    return refused(new.stub.Join, new.join_request(layout=found, **fields))
 
 
-def RawStub(channel):  # noqa: N802
-    from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
-
-    return ParameterServerServiceStub(channel)
-
-
-def refusal(call, *arguments, **options):
+def refused(call, request):
     """Return reason and words of a refusal, which must have come whole."""
-    with pytest.raises(grpc.RpcError) as caught:
-        call(*arguments, **options)
-    failure = from_rpc_error(caught.value)
-    assert getattr(failure, "reason", None) is not None, caught.value.details()
-    return failure.reason.name, caught.value.details()
+    _, reason, words = outcome(lambda: call(request, timeout=TIMEOUT))
+    assert reason is not None, words
+    return reason, words
 
 
 LONG = "x" * 5000
@@ -80,7 +67,7 @@ TOO_MUCH = {
 @pytest.mark.parametrize("who", ["empty", "server"])
 def test_more_than_a_model_or_a_method_has_is_refused(request, what, who):
     make, fields, named = TOO_MUCH[what]
-    reason, words = refusal(join, request.getfixturevalue(who), make(), **fields)
+    reason, words = join(request.getfixturevalue(who), make(), **fields)
     if reason == "FINGERPRINT_MISMATCH":  # compared with the run's model and not read
         assert who == "server"
     else:
@@ -92,44 +79,31 @@ def test_more_than_a_model_or_a_method_has_is_refused(request, what, who):
 @pytest.mark.parametrize("text", [*UNPRINTABLE, "__metadata__"], ids=ascii)
 def test_a_tensor_with_a_name_that_cannot_be_shown_or_filed_is_refused(empty, text):
     for found in (layout(text), layout("w", aliases=[text]), layout("w", buffers=[text])):
-        reason, words = refusal(join, empty, found)
+        reason, words = join(empty, found)
         assert reason == "BAD_REQUEST"
         assert words.isprintable()
 
 
 @pytest.mark.parametrize("text", UNPRINTABLE, ids=ascii)
 def test_what_cannot_be_shown_is_refused_wherever_a_name_stands(server, text):
-    good = layout("w")
+    raw, good = RawWorker(server.addresses[0], "w"), layout("w")
     identity = {"worker_id": "w", "incarnation": "i"}
-    with grpc.insecure_channel(server.addresses[0]) as channel:
-        stub = RawStub(channel)
-        for call, request in (
-            (stub.Join, pb.JoinRequest(identity=identity, protocol_version=2, method=text, layout=good, num_shards=1)),
-            (stub.Join, join_with({text: "v"}, good)),
-            (stub.Join, join_with({"s": text}, good)),
-            (stub.RenewLease, pb.RenewLeaseRequest(identity=identity | {"run_id": text})),
-            (stub.RenewLease, pb.RenewLeaseRequest(identity=identity | {"worker_id": text})),
-            (stub.Leave, pb.LeaveRequest(identity=identity | {"incarnation": text})),
-            (stub.FinishRun, pb.FinishRunRequest(run_id=text)),
-            (stub.TakeSnapshot, pb.TakeSnapshotRequest(checkpoint=text)),
-            (stub.RestoreModel, pb.RestoreModelRequest(checkpoint=text)),
-            (stub.DeleteCheckpoint, pb.DeleteCheckpointRequest(checkpoint=text)),
-            (stub.EvictWorker, pb.EvictWorkerRequest(worker_id=text)),
-        ):
-            reason, words = refusal(call, request, timeout=TIMEOUT)
-            assert reason == "BAD_REQUEST", request
-            assert words.isprintable()
-
-
-def join_with(settings, found):
-    return pb.JoinRequest(
-        identity=pb.WorkerIdentity(worker_id="w", incarnation="i"),
-        protocol_version=2,
-        method="raw",
-        method_settings=settings,
-        layout=found,
-        num_shards=1,
-    )
+    for rpc, request in (
+        ("Join", raw.join_request(method=text, layout=good)),
+        ("Join", raw.join_request(method_settings={text: "v"}, layout=good)),
+        ("Join", raw.join_request(method_settings={"s": text}, layout=good)),
+        ("RenewLease", pb.RenewLeaseRequest(identity=identity | {"run_id": text})),
+        ("RenewLease", pb.RenewLeaseRequest(identity=identity | {"worker_id": text})),
+        ("Leave", pb.LeaveRequest(identity=identity | {"incarnation": text})),
+        ("FinishRun", pb.FinishRunRequest(run_id=text)),
+        ("TakeSnapshot", pb.TakeSnapshotRequest(checkpoint=text)),
+        ("RestoreModel", pb.RestoreModelRequest(checkpoint=text)),
+        ("DeleteCheckpoint", pb.DeleteCheckpointRequest(checkpoint=text)),
+        ("EvictWorker", pb.EvictWorkerRequest(worker_id=text)),
+    ):
+        reason, words = refused(getattr(raw.stub, rpc), request)
+        assert reason == "BAD_REQUEST", request
+        assert words.isprintable()
 
 
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])

@@ -1,14 +1,13 @@
 """Answers that nobody reads: the call is cut, who goes away meanwhile goes in silence, and neither fills the log."""
 
-import urllib.request
-
 import grpc
 import pytest
 
 from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
-from tests.system.connecting.test_raw_client import RawWorker
+from tests.system.operating.asking import metrics
+from tests.system.raw import RawWorker
 from tests.system.tools import wait_until
 
 CALLS = 20
@@ -36,8 +35,3 @@ def test_answers_that_nobody_reads_leave_no_error_in_the_log(patience, tmp_path)
         wait_until(lambda: "psservice_bytes_in_flight 0.0" in metrics(server))
         assert worker.push([1], [1.0]).version == 1
     assert "Traceback" not in (tmp_path / "log").read_text()
-
-
-def metrics(server):
-    with urllib.request.urlopen(f"http://{server.metrics_addresses[0]}/metrics", timeout=20) as page:
-        return page.read().decode()

@@ -2,9 +2,12 @@
 
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,6 +32,43 @@ def make_data(seed: int = 0, count: int = 256, dtype: torch.dtype = torch.float3
     x = torch.randn(count, 20, generator=generator)
     weights = torch.randn(20, 4, generator=torch.Generator().manual_seed(99))
     return x.to(dtype), (x @ weights).argmax(1)
+
+
+class Worker(NamedTuple):
+    """A model and its optimizer."""
+
+    model: nn.Module
+    optimizer: Any
+
+    def train(self, x: torch.Tensor, y: torch.Tensor) -> float:
+        return train_step(self.model, self.optimizer, x, y)
+
+
+def fleet(make: Callable[..., Any], server: LocalServer, count: int = 2, **options: Any) -> list[Worker]:
+    """Workers of a method, each with a model of its own seed."""
+    batch_norm, dtype = options.pop("batch_norm", True), options.pop("dtype", torch.float32)
+    models = [make_model(seed, batch_norm=batch_norm).to(dtype) for seed in range(count)]
+    options = {"server": server, "settings": QUICK, **options}
+    return [
+        Worker(model, make(model.parameters(), model=model, worker=f"w{number}", **options))
+        for number, model in enumerate(models)
+    ]
+
+
+def at_once(work: Callable[[Any], Any], given: Iterable[Any], seconds: float = 60.0) -> list[Any]:
+    """Call ``work`` with each of these, in a thread of its own; return the answers."""
+    futures: list[Future[Any]] = []
+
+    def run(future: Future[Any], each: Any) -> None:
+        try:
+            future.set_result(work(each))
+        except BaseException as error:
+            future.set_exception(error)
+
+    for each in given:
+        futures.append(Future())
+        threading.Thread(target=run, args=(futures[-1], each), daemon=True).start()
+    return [future.result(seconds) for future in futures]
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> float:
@@ -81,6 +121,16 @@ def go_on(server: LocalServer, optimizer: torch.optim.Optimizer) -> None:
 def _set_limits(optimizer: torch.optim.Optimizer, **limits: float) -> None:
     membership = optimizer._run
     membership.settings = membership.settings.model_copy(update=limits)
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    """Two models have the same bits."""
+    return all(torch.equal(mine, its) for mine, its in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def assert_close(one: nn.Module, other: nn.Module, rtol: float = 1e-4, atol: float = 1e-5) -> None:
+    for mine, its in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, its, rtol=rtol, atol=atol)
 
 
 def assert_same_parameters(model: nn.Module, server: str) -> None:

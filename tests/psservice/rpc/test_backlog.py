@@ -10,7 +10,7 @@ from pscore.wire.errors import ErrorCode
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.app.server import Server
 from psservice.settings import ServerSettings
-from tests.system.connecting.test_raw_client import TIMEOUT, RawWorker
+from tests.system.raw import TIMEOUT, RawWorker
 from verify.client.wire import reason_of
 
 

@@ -17,7 +17,7 @@ from pscore.model.layout import ModelLayout, TensorSpec
 from pscore.wire.messages import layout_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.faults import spawner
-from tests.system.connecting.test_raw_client import TIMEOUT, N, RawWorker
+from tests.system.raw import TIMEOUT, N, RawWorker
 from tests.system.tools import wait_until
 
 LAYOUT = layout_to_message(ModelLayout((TensorSpec("w", (N,), torch.float32),)))

@@ -10,7 +10,7 @@ import psclient.rpc.local_server
 from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.faults import spawner
-from tests.system.connecting.test_raw_client import TIMEOUT, RawWorker
+from tests.system.raw import TIMEOUT, RawWorker
 from tests.system.tools import suspend, wait_until
 
 CROWD = 2000

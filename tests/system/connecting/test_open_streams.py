@@ -1,71 +1,16 @@
 """Streams that stay open: many requests each, in order, until a refusal, an idle time without a lease, or a stop."""
 
-import queue
-import zlib
-
 import grpc
-import numpy as np
 import pytest
 
 from psclient import LocalServer
-from pscore.wire.errors import ErrorCode, details_of
+from pscore.wire.errors import ErrorCode
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.app.server import Server
 from psservice.rpc import dispatcher
-from psservice.settings import ServerSettings
-from tests.system.connecting.test_raw_client import RawWorker
+from tests.system.raw import TIMEOUT, RawWorker, Stream, joined, pull_of, push_of
 from tests.system.tools import wait_until
 
-TIMEOUT = 20.0
 N = 50
-
-
-class Stream:
-    """A stream of one method, to which messages are sent one by one."""
-
-    def __init__(self, method):
-        self._outbox = queue.SimpleQueue()
-        self.call = method(iter(self._outbox.get, None))
-
-    def send(self, *messages):
-        for message in messages:
-            self._outbox.put(message)
-
-    def end(self):
-        self._outbox.put(None)
-
-    def reason(self):
-        """Why the server has ended it."""
-        with pytest.raises(grpc.RpcError) as caught:
-            next(self.call)
-        return details_of(caught.value).reason
-
-
-def push_of(worker, step, *, base=0, cut=1, **fields):
-    """A push of 1.0 at index ``step``, over ``cut`` messages."""
-    indices, values = np.array([0], "<u4").tobytes(), np.ones(1, "<f4").tobytes()
-    header = pb.PushHeader(
-        identity=worker.identity, step=step, generation=worker.generation, base_version=base, samples=1,
-        plan=[pb.Group(start=0, length=N)], **fields,
-    )  # fmt: skip
-    chunk = pb.Chunk(
-        start=step, length=1, count=1, index_codec=pb.INDEX_CODEC_RAW32, value_codec=pb.VALUE_CODEC_FP32,
-        indices=indices, values=values,
-    )  # fmt: skip
-    commit = pb.Commit(chunks=1, entries=1, crc32=zlib.crc32(values, zlib.crc32(indices)))
-    if cut == 1:
-        return [pb.PushSparseRequest(header=header, chunks=[chunk], commit=commit)]
-    if cut == 2:
-        return [pb.PushSparseRequest(header=header), pb.PushSparseRequest(chunks=[chunk], commit=commit)]
-    return [
-        pb.PushSparseRequest(header=header),
-        pb.PushSparseRequest(chunks=[chunk]),
-        pb.PushSparseRequest(commit=commit),
-    ]
-
-
-def pull_of(worker, **fields):
-    return pb.PullDiffRequest(identity=worker.identity, generation=worker.generation, has_base=True, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +20,8 @@ def server():
 
 
 @pytest.fixture
-def worker(server, request):
-    made = RawWorker(server.addresses[0], request.node.name[:60], N)
-    made.join()
-    made.pull()  # for the version
-    return made
+def worker(server):
+    return joined(server.addresses[0], N)
 
 
 def test_many_pushes_in_any_number_of_messages_are_answered_in_order(worker):
@@ -161,24 +103,9 @@ def test_another_idle_stream_of_a_worker_takes_the_place_of_the_first(worker):
     assert next(second.call).version == worker.version + 3
 
 
-@pytest.fixture
-def start():
-    servers = []
-
-    def begin(**settings):
-        values = {"listen": "127.0.0.1:0", "health_listen": "", "metrics_listen": "", **settings}
-        servers.append(Server(ServerSettings.model_validate(values)))
-        return servers[-1]
-
-    yield begin
-    for server in servers:
-        server.stop()
-
-
 def test_an_idle_stream_stays_as_long_as_the_lease(start):
-    server = start(lease_seconds=3600, stream_idle_seconds=0.5)
-    worker = RawWorker(server.address, "w", N)
-    worker.join()
+    server = start(stream_idle_seconds=0.5)
+    worker = joined(server.address, N)
     stream = Stream(worker.stub.PushSparse)
     stream.send(*push_of(worker, 1))
     next(stream.call)
@@ -197,9 +124,8 @@ def test_an_idle_stream_stays_as_long_as_the_lease(start):
 
 
 def test_a_server_that_stops_ends_idle_streams_at_once(start):
-    server = start(lease_seconds=3600)
-    worker = RawWorker(server.address, "w", N)
-    worker.join()
+    server = start()
+    worker = joined(server.address, N)
     stream = Stream(worker.stub.PushSparse)
     stream.send(*push_of(worker, 1))
     next(stream.call)
@@ -208,9 +134,8 @@ def test_a_server_that_stops_ends_idle_streams_at_once(start):
 
 
 def test_a_pull_that_waits_occupies_memory_that_is_counted(start):
-    server = start(lease_seconds=3600)
-    worker = RawWorker(server.address, "w", N)
-    worker.join()
+    server = start()
+    worker = joined(server.address, N)
     pushes, pulls = Stream(worker.stub.PushSparse), Stream(worker.stub.PullDiff)
     budget = server._dispatcher._request_budget
     pulls.send(pull_of(worker, after_step=1))
@@ -223,7 +148,7 @@ def test_a_pull_that_waits_occupies_memory_that_is_counted(start):
 def test_silent_streams_of_many_workers_stay_open(start, monkeypatch):
     """Beyond the bound for everybody, two for each worker with a lease."""
     monkeypatch.setattr(dispatcher, "_MOST_SILENT", 4)
-    server = start(lease_seconds=3600)
+    server = start()
     workers = [RawWorker(server.address, f"w{number}", N) for number in range(6)]
     for each in workers:
         each.join()

@@ -1,32 +1,22 @@
 """Staleness is what others have done meanwhile: a worker's own pushes make it no staler, before and after a restart."""
 
-import uuid
-
 import pytest
 
 from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from tests.hostile.test_bad_calls import refusal
-from tests.system.connecting.test_raw_client import TIMEOUT, RawWorker
-
-
-def joined(server, name):
-    raw = RawWorker(server.addresses[0], f"{name}-{uuid.uuid4()}")
-    raw.join()
-    raw.pull()
-    return raw
+from tests.system.raw import TIMEOUT, joined, refusal
 
 
 def test_a_lone_worker_that_does_not_pull_meets_no_cut_off():
     with LocalServer(max_staleness=1) as server:
-        worker = joined(server, "alone")
+        worker = joined(server.addresses[0])
         answers = [worker.push([step], [1.0]) for step in range(5)]
         assert [(answer.version, answer.staleness) for answer in answers] == [(1, 0), (2, 0), (3, 0), (4, 0), (5, 0)]
 
 
 def test_the_cut_off_counts_the_pushes_of_others_between():
     with LocalServer(max_staleness=1) as server:
-        one, other = joined(server, "one"), joined(server, "other")
+        one, other = joined(server.addresses[0]), joined(server.addresses[0])
         assert one.push([1], [1.0]).staleness == 0
         assert other.push([1], [1.0]).staleness == 1
         assert one.push([1], [1.0]).staleness == 1
@@ -39,7 +29,7 @@ def test_the_cut_off_counts_the_pushes_of_others_between():
 @pytest.mark.parametrize("snapshot", [False, True], ids=["journal", "snapshot"])
 def test_a_server_that_was_killed_counts_on(tmp_path, snapshot):
     with LocalServer(data_dir=tmp_path, run_id="r", lease_seconds=300) as server:
-        one, other = joined(server, "one"), joined(server, "other")
+        one, other = joined(server.addresses[0]), joined(server.addresses[0])
         one.push([1], [1.0])
         assert other.push([1], [1.0]).staleness == 1
         one.push([1], [1.0])
@@ -57,7 +47,7 @@ def test_a_server_that_was_killed_counts_on(tmp_path, snapshot):
 
 def test_a_worker_that_had_no_lease_at_a_snapshot_is_no_staler_when_it_comes_back(tmp_path):
     with LocalServer(data_dir=tmp_path, run_id="r", lease_seconds=300) as server:
-        worker = joined(server, "gone")
+        worker = joined(server.addresses[0])
         for step in range(4):
             worker.push([step], [1.0])
         worker.stub.Leave(pb.LeaveRequest(identity=worker.identity), timeout=TIMEOUT)

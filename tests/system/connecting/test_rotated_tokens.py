@@ -20,8 +20,7 @@ from pscore.wire.errors import ErrorCode
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psservice.operator.client import ShardClients
-from tests.system.connecting.test_open_streams import Stream, pull_of, push_of
-from tests.system.connecting.test_raw_client import RawWorker
+from tests.system.raw import RawWorker, Stream, pull_of, push_of
 from tests.system.scripts import marked
 from tests.system.tools import wait_until
 

@@ -13,8 +13,8 @@ from pscore.net.channels import Security, open_channel
 from pscore.wire.errors import ErrorCode
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
-from tests.system.connecting.test_raw_client import TIMEOUT
 from tests.system.connecting.test_rotated_tokens import is_known, replace
+from tests.system.raw import TIMEOUT
 from tests.system.tools import wait_until
 from verify.client.wire import reason_of
 

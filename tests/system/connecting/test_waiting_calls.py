@@ -7,30 +7,13 @@ import pytest
 
 from pscore.wire.errors import ErrorCode
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.app.server import Server
-from psservice.settings import ServerSettings
-from tests.system.connecting.test_open_streams import Stream, pull_of, push_of
-from tests.system.connecting.test_raw_client import TIMEOUT, RawWorker
+from tests.system.raw import TIMEOUT, RawWorker, Stream, pull_of, push_of
 from tests.system.tools import wait_until
 
 N = 50
 LONG = 600.0  # beyond the end of any test
 ROUNDS = {"rounds": json.dumps({"quorum": 0, "seconds": 0, "start_workers": 1})}
 WAGMA = {"groups": json.dumps({"size": 2, "tau": 4, "replace": False})}
-
-
-@pytest.fixture
-def start():
-    servers = []
-
-    def begin(**settings):
-        values = {"listen": "127.0.0.1:0", "health_listen": "", "metrics_listen": "", "lease_seconds": 3600, **settings}
-        servers.append(Server(ServerSettings.model_validate(values)))
-        return servers[-1]
-
-    yield begin
-    for server in servers:
-        server.stop()
 
 
 class Worker(RawWorker):
@@ -42,11 +25,7 @@ class Worker(RawWorker):
         self.pushes, self.pulls = Stream(self.stub.PushSparse), Stream(self.stub.PullDiff)
 
     def join(self):
-        join = self.stub.Join
-        self.stub.Join = lambda request, timeout: join(
-            pb.JoinRequest(method_settings=self.settings, **fields_of(request)), timeout=timeout
-        )
-        super().join()
+        super().join(method_settings=self.settings)
         return self
 
     def send_push(self, step, **fields):
@@ -54,10 +33,6 @@ class Worker(RawWorker):
 
     def send_pull(self, **fields):
         self.pulls.send(pull_of(self, base_version=self.version, **fields))
-
-
-def fields_of(message):
-    return {field.name: value for field, value in message.ListFields()}
 
 
 def waiting(server):

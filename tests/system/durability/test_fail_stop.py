@@ -15,7 +15,7 @@ from pscore.model.layout import ModelLayout, TensorSpec
 from pscore.wire.messages import layout_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.faults import spawner
-from tests.system.connecting.test_raw_client import TIMEOUT, RawWorker
+from tests.system.raw import TIMEOUT, RawWorker
 from tests.system.tools import wait_until
 
 SIZES = (5, 7)

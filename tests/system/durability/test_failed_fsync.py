@@ -14,7 +14,7 @@ import psclient.rpc.local_server
 from psclient.rpc.local_server import LocalServer
 from pscore.wire.errors import ErrorCode
 from tests.faults import spawner
-from tests.system.connecting.test_raw_client import TIMEOUT, RawWorker
+from tests.system.raw import TIMEOUT, RawWorker
 from tests.system.tools import wait_until
 from verify.client.wire import reason_of
 

@@ -19,7 +19,7 @@ from psclient.rpc.local_server import LocalServer
 from psclient.rpc.run import Run
 from psclient.settings import ClientSettings
 from tests.system.connecting.test_secured import issue
-from tests.system.failures.test_interruptions import status
+from tests.system.operating.asking import status
 from tests.system.tools import QUICK, make_data, make_model, suspend, train_step, wait_until
 
 PATIENT = ClientSettings(connect_seconds=600, patience_seconds=600, deadline_seconds=600)

@@ -14,8 +14,7 @@ import psclient
 from psclient.errors import ServerUnreachableError
 from psclient.rpc.local_server import LocalServer
 from psclient.settings import ClientSettings
-from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.operator.client import call
+from tests.system.operating.asking import status, worker_ids
 from tests.system.tools import (
     QUICK,
     assert_same_parameters,
@@ -40,10 +39,6 @@ while True:
 """
 
 
-def status(server: LocalServer, shard: int = 0) -> pb.GetStatusResponse:
-    return call(server.addresses[shard], "GetStatus", pb.GetStatusRequest(), 10.0)
-
-
 def start_worker(server: LocalServer, name: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-c", WORKER, server.server, name],
@@ -66,11 +61,11 @@ def test_a_killed_worker_is_noticed_within_its_lease_and_the_others_go_on():
         victim = start_worker(server, "victim")
         model = make_model(batch_norm=False)
         optimizer = drop(model, server, worker="survivor")
-        assert {worker.worker_id for worker in status(server).workers} == {"victim", "survivor"}
+        assert set(worker_ids(server)) == {"victim", "survivor"}
         victim.send_signal(signal.SIGKILL)
         victim.wait(30)
         killed = time.monotonic()
-        wait_until(lambda: [worker.worker_id for worker in status(server).workers] == ["survivor"])
+        wait_until(lambda: worker_ids(server) == ["survivor"])
         assert time.monotonic() - killed < 25  # lease 1.5 s, plus what a loaded machine may take
         before = optimizer.version
         train_step(model, optimizer, *make_data())
@@ -315,8 +310,7 @@ def test_sigterm_in_a_step_with_a_dead_server_ends_within_the_grace_period():
 
 FORKING = """
 import gc, os, sys, psclient
-from psservice.operator.client import call
-from pscore.wire.v1 import parameter_server_pb2 as pb
+from tests.system.operating.asking import worker_ids
 from tests.system.tools import QUICK, make_data, make_model, train_step
 model = make_model(batch_norm=False)
 optimizer = psclient.DGS(model.parameters(), lr=0.1, model=model, server=sys.argv[1], worker="w", settings=QUICK)
@@ -328,7 +322,7 @@ if child == 0:
     gc.collect()
     os._exit(0)
 os.waitpid(child, 0)
-print([worker.worker_id for worker in call(sys.argv[1], "GetStatus", pb.GetStatusRequest(), 30.0).workers])
+print(worker_ids(sys.argv[1]))
 train_step(model, optimizer, *make_data())
 print(optimizer.version)
 optimizer.close()

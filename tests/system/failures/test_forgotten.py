@@ -10,14 +10,8 @@ import torch
 
 import psclient
 from psclient.rpc.local_server import LocalServer
-from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.operator.client import call
+from tests.system.operating.asking import worker_ids
 from tests.system.tools import QUICK, make_data, make_model, train_step, wait_until
-
-
-def workers(server: LocalServer, shard: int) -> list[str]:
-    answer = call(server.addresses[shard], "GetStatus", pb.GetStatusRequest(), 10.0)
-    return [worker.worker_id for worker in answer.workers]
 
 
 def dgs(model, **options):
@@ -43,13 +37,13 @@ def test_its_worker_leaves_and_its_threads_end(shards, overlap):
         optimizer = dgs(model, server=server, worker="w", overlap=overlap)
         for _ in range(3):
             train_step(model, optimizer, *make_data())
-        assert workers(server, 0) == ["w"]
+        assert worker_ids(server) == ["w"]
         assert our_threads() > threads
         parts = [weakref.ref(optimizer), weakref.ref(model)]
         del optimizer, model
         gc.collect()
         assert signal.getsignal(signal.SIGTERM) == handler
-        wait_until(lambda: not any(workers(server, shard) for shard in range(shards)))
+        wait_until(lambda: not any(map(worker_ids, server.addresses)))
         wait_until(lambda: our_threads() <= threads)
         gc.collect()
         assert [part() for part in parts] == [None, None], "nothing keeps the model's memory"
@@ -63,7 +57,7 @@ def test_no_collector_is_needed():
             optimizer = dgs(model, server=server, worker="w")
             train_step(model, optimizer, *make_data())
             del optimizer
-            wait_until(lambda: not workers(server, 0))
+            wait_until(lambda: not worker_ids(server))
         finally:
             gc.enable()
 

@@ -11,16 +11,11 @@ import torch
 
 import psclient
 from psclient.rpc.local_server import LocalServer
-from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.operator.client import call
+from tests.system.operating.asking import status
 from tests.system.tools import QUICK, go_on, make_data, make_model, stop, train_step, wait_until
 from tests.system.training.test_overlap import linear, overlapping
 
 IN_PARTS = QUICK.model_copy(update={"bucket_bytes": 1})
-
-
-def status(server):
-    return call(server.addresses[0], "GetStatus", pb.GetStatusRequest(), 10.0)
 
 
 def backward(layer):

@@ -8,8 +8,7 @@ import pytest
 
 import psclient
 from psclient.rpc.local_server import LocalServer
-from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.operator.client import call
+from tests.system.operating.asking import status
 
 INTERRUPTS = 250
 
@@ -21,9 +20,9 @@ def test_a_worker_goes_on_after_each_of_many_interrupts(overlap, shards):
         worker = subprocess.run(program, capture_output=True, text=True, timeout=400)
         assert worker.returncode == 0, worker.stderr
         counts = json.loads(worker.stdout.splitlines()[-1])
-        status = call(server.addresses[0], "GetStatus", pb.GetStatusRequest(), 10.0)
+        version = status(server).version
         weight = psclient.download(server.server)["weight"]
     moved = round(-weight[0, 0].item())
     assert counts["ended"] <= moved <= counts["begun"], "each batch moves the model by one, once"
     if overlap == "plain":  # with overlap a batch that is skipped after its backward pass goes with the next push
-        assert moved == status.version
+        assert moved == version

@@ -3,10 +3,8 @@
 import logging
 import threading
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
-import grpc
 import pytest
 import torch
 from torch import nn
@@ -14,10 +12,9 @@ from torch import nn
 import psclient
 from psclient.errors import ServerUnreachableError
 from psclient.rpc.local_server import LocalServer
-from pscore.wire.v1 import parameter_server_pb2 as pb
-from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from tests.system.connecting.test_installing import slow  # noqa: F401
 from tests.system.line import Line
+from tests.system.operating.asking import metric, status
 from tests.system.tools import QUICK, assert_same_parameters, wait_until
 
 RATE = 200_000.0  # bytes a second
@@ -46,16 +43,9 @@ def served(tmp_path):
         yield server
 
 
-def status(server):
-    with grpc.insecure_channel(server.server) as channel:
-        return ParameterServerServiceStub(channel).GetStatus(pb.GetStatusRequest(), timeout=TIMEOUT)
-
-
 def held(server):
     """Bytes of the unfinished upload that the server holds."""
-    with urllib.request.urlopen(f"http://{server.metrics_addresses[0]}/metrics", timeout=TIMEOUT) as page:
-        lines = page.read().decode().splitlines()
-    return float(next(line.split()[1] for line in lines if line.startswith("psservice_bytes_in_flight ")))
+    return metric(server, "psservice_bytes_in_flight")
 
 
 def test_an_upload_that_takes_many_leases_ends_no_lease(served):

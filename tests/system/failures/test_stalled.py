@@ -1,7 +1,6 @@
 """Clients that stall, dawdle or send too much: each is cut or refused, and the others are served meanwhile."""
 
 import threading
-import uuid
 import zlib
 
 import grpc
@@ -16,50 +15,22 @@ from psclient.rpc.local_server import LocalServer
 from pscore.wire.errors import ErrorCode
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
-from psservice.app.server import Server
-from psservice.settings import ServerSettings
-from tests.system.connecting.test_raw_client import TIMEOUT, N, RawWorker
+from tests.system.raw import TIMEOUT, N, dense_chunk, joined
 from tests.system.tools import QUICK, assert_same_parameters, wait_until
 
 IDLE = 0.4
 SERVICE = "/sparseps.v1.ParameterServerService/"
 
 
-@pytest.fixture
-def start():
-    """Servers in this process, over loopback all the same."""
-
-    def begin(**options):
-        options = {"down_mode": "exact", "lease_seconds": 120, "rpc_threads": 4} | options
-        running.append(Server(ServerSettings(listen="127.0.0.1:0", health_listen="", metrics_listen="", **options)))
-        return running[-1]
-
-    running = []
-    yield begin
-    for server in running:
-        server.settings = server.settings.model_copy(update={"drain_seconds": 0.0})
-        server.stop()
-
-
-def joined(server, size=N):
-    worker = RawWorker(server.address, f"raw-{uuid.uuid4()}", size)
-    worker.join()
-    return worker
-
-
 ONE = b"\0\0\x80\x3f"
-DENSE = {"index_codec": pb.INDEX_CODEC_DENSE, "value_codec": pb.VALUE_CODEC_FP32}
 
 
-def header(worker, step=1):
-    plan = [pb.Group(start=0, length=worker.size)]
-    return pb.PushSparseRequest(
-        header=pb.PushHeader(identity=worker.identity, step=step, generation=worker.generation, plan=plan)
-    )
+def header(worker):
+    return pb.PushSparseRequest(header=worker.push_header())
 
 
 def chunk(worker, first, count):
-    return pb.PushSparseRequest(chunks=[pb.Chunk(start=first, length=count, count=count, **DENSE, values=ONE * count)])
+    return pb.PushSparseRequest(chunks=[dense_chunk(ONE * count, first)])
 
 
 class Stalling:
@@ -113,7 +84,7 @@ def pushed(worker):
 @pytest.mark.parametrize("rpc", ["PushSparse", "UploadModel", "ExchangeBuffers", "Join", "GetStatus", "PullDiff"])
 def test_more_streams_than_threads_that_send_nothing_hold_no_thread(start, rpc):
     server = start(stream_idle_seconds=IDLE)
-    worker = joined(server)
+    worker = joined(server.address)
     calls = [stalled_stream(worker, rpc) for _ in range(10)]
     assert pushed(worker).version == 1  # waits in the queue until threads are free
     wait_until(lambda: cut(server, rpc, "idle_request") >= 10)
@@ -124,7 +95,7 @@ def test_more_streams_than_threads_that_send_nothing_hold_no_thread(start, rpc):
 
 def test_a_push_that_stops_in_the_middle_is_dropped_and_its_bytes_are_free(start):
     server = start(stream_idle_seconds=IDLE)
-    worker = joined(server)
+    worker = joined(server.address)
     call, stream = stalled_stream(worker, "PushSparse", header(worker), chunk(worker, 0, 100))
     wait_until(lambda: in_flight(server) > 1000)
     wait_until(lambda: cut(server, "PushSparse", "idle_request") == 1)
@@ -139,7 +110,7 @@ def test_answers_that_are_not_read_hold_no_thread(start, rpc, tmp_path):
     size = 4_000_000
     save_file({"w": torch.zeros(size)}, tmp_path / "large.safetensors")
     server = start(stream_idle_seconds=IDLE, init=tmp_path / "large.safetensors")
-    worker = joined(server, size)
+    worker = joined(server.address, size)
     pull = pb.PullDiffRequest(identity=worker.identity, generation=worker.generation)
     request = iter([pull]) if rpc == "PullDiff" else pb.DownloadModelRequest()
     calls = [getattr(worker.stub, rpc)(request, timeout=TIMEOUT) for _ in range(6)]
@@ -152,7 +123,7 @@ def test_answers_that_are_not_read_hold_no_thread(start, rpc, tmp_path):
 
 def test_a_stream_that_dawdles_ends_at_last(start):
     server = start(stream_idle_seconds=30, stream_seconds=IDLE)
-    worker, done = joined(server), threading.Event()
+    worker, done = joined(server.address), threading.Event()
 
     def dawdling():
         yield header(worker)
@@ -169,7 +140,7 @@ def test_a_stream_that_dawdles_ends_at_last(start):
 
 
 def test_one_message_is_asked_for_where_one_is_due(start):
-    worker = joined(start())
+    worker = joined(start().address)
     call = worker.channel.stream_unary(SERVICE + "GetStatus", bytes)
     with pytest.raises(grpc.RpcError, match="exactly one message") as caught:
         call(iter([]), timeout=TIMEOUT)
@@ -211,7 +182,7 @@ def test_a_backward_pass_longer_than_the_idle_time_costs_one_push_sent_twice(sta
 def test_a_second_stream_of_a_worker_is_busy_while_the_first_holds_its_share(start):
     server = start(worker_bytes=2_000_000, stream_bytes=4 << 20)
     size = 40_000  # more than a batch: decoded at once, also where the header was read alone
-    worker, other = joined(server, size), joined(server, size)
+    worker, other = joined(server.address, size), joined(server.address, size)
     call, stream = stalled_stream(worker, "PushSparse", header(worker), chunk(worker, 0, size))
     wait_until(lambda: in_flight(server) > 900_000)
     assert busy(lambda: worker.push(list(range(size)), [1.0] * size))
@@ -226,7 +197,7 @@ def test_a_second_stream_of_a_worker_is_busy_while_the_first_holds_its_share(sta
 def test_every_push_is_busy_while_one_holds_the_total_and_that_one_gets_through(start):
     size = 10_000
     server = start(inflight_bytes=150_000)
-    worker, other = joined(server, size), joined(server, size)
+    worker, other = joined(server.address, size), joined(server.address, size)
     rest = threading.Event()
 
     def in_two_parts():
@@ -248,7 +219,7 @@ def test_every_push_is_busy_while_one_holds_the_total_and_that_one_gets_through(
 
 def test_a_horde_of_tiny_chunks_is_refused(start):
     server = start(stream_bytes=4 << 20)
-    worker = joined(server, size=100_000)
+    worker = joined(server.address, size=100_000)
 
     def horde():
         yield header(worker)
@@ -307,9 +278,9 @@ def test_memory_stays_flat_however_many_streams_are_broken_off():
             yield pb.PushSparseRequest(header=opening)
             if kind == "horde":
                 for first in range(5_000):
-                    yield pb.PushSparseRequest(chunks=[pb.Chunk(start=first, length=1, count=1, **DENSE, values=ONE)])
+                    yield pb.PushSparseRequest(chunks=[dense_chunk(ONE, first)])
             else:
-                yield pb.PushSparseRequest(chunks=[pb.Chunk(start=0, length=size, count=size, **DENSE, values=values)])
+                yield pb.PushSparseRequest(chunks=[dense_chunk(values)])
 
         def round_of_them():
             for kind in ("horde", *["cut"] * 3):

@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 
 import psclient
 from psclient.rpc.local_server import LocalServer
-from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.operator.client import call
 from tests.system.loops.recipes import ROOT, STEPS
+from tests.system.operating.asking import status
 
 NEEDS = {
     "trainer": ("transformers", "accelerate"),
@@ -124,7 +123,7 @@ def test_tasks_of_ray_train_each_sample_of_an_epoch_once(tmp_path):
     with LocalServer() as server:
         run(tmp_path, server.server, "recipes.run('ray', server)")
         trained = psclient.download(server.server)
-        found = call(server.server, "GetStatus", pb.GetStatusRequest(), 30.0)
+        found = status(server)
     assert (found.samples, len(found.workers)) == (3 * 64, 0)
     saved = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(saved[name], tensor) for name, tensor in trained.items())

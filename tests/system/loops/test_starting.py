@@ -17,7 +17,7 @@ import psclient
 from psclient.rpc.local_server import LocalServer
 from psservice.app.server import Server
 from psservice.settings import ServerSettings
-from tests.system.connecting.test_raw_client import RawWorker
+from tests.system.raw import RawWorker
 from tests.system.tools import QUICK, make_data, make_model, train_step
 from verify.cluster.servers import free_ports
 

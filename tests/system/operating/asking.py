@@ -13,7 +13,12 @@ from psservice.operator.client import call
 
 
 def status(address):
-    return call(address, "GetStatus", pb.GetStatusRequest(), 30.0)
+    """What the server at an address says of itself; of a :class:`LocalServer`, its first shard."""
+    return call(getattr(address, "addresses", [address])[0], "GetStatus", pb.GetStatusRequest(), 30.0)
+
+
+def worker_ids(address):
+    return [worker.worker_id for worker in status(address).workers]
 
 
 def versions(server):
@@ -32,9 +37,15 @@ def run_json(capsys, *words):
     return code, json.loads(printed.out)
 
 
+def metrics(metrics_address):
+    """The page of the metrics of a shard; of a :class:`LocalServer`, of its first one."""
+    address = getattr(metrics_address, "metrics_addresses", [metrics_address])[0]
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as page:
+        return page.read().decode()
+
+
 def metric(metrics_address, line):
-    text = urllib.request.urlopen(f"http://{metrics_address}/metrics", timeout=30).read().decode()
-    found = re.search(rf"^{re.escape(line)} (\S+)", text, re.MULTILINE)
+    found = re.search(rf"^{re.escape(line)} (\S+)", metrics(metrics_address), re.MULTILINE)
     return float(found[1]) if found else 0.0
 
 

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import urllib.request
 
 import grpc
 import pytest
@@ -17,8 +16,8 @@ from psclient.rpc.local_server import LocalServer
 from psclient.settings import ClientSettings
 from pscore.wire.errors import ErrorCode
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.operator.client import call
-from tests.system.connecting.test_raw_client import RawWorker
+from tests.system.operating.asking import metrics, status
+from tests.system.raw import RawWorker
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, suspend, train_step, wait_until
 
 HASTY = ClientSettings(deadline_seconds=5, connect_seconds=30, patience_seconds=0.5, dense_below=0)
@@ -49,14 +48,12 @@ def start_worker(server, name, mode="plain"):
 
 
 def pushes(server):
-    status = call(server.addresses[0], "GetStatus", pb.GetStatusRequest(), 10.0)
-    return {worker.worker_id: worker.pushes for worker in status.workers}
+    return {worker.worker_id: worker.pushes for worker in status(server).workers}
 
 
 def metric(server, name):
     """The sum of a metric over its labels."""
-    text = urllib.request.urlopen(f"http://{server.metrics_addresses[0]}/metrics", timeout=10).read().decode()
-    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+    return sum(float(line.split()[-1]) for line in metrics(server).splitlines() if line.startswith(name))
 
 
 def dropping(server, worker, settings=QUICK, size=200, **options):

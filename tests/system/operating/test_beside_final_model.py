@@ -8,7 +8,7 @@ from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from tests.faults import spawner
-from tests.system.connecting.test_raw_client import TIMEOUT, RawWorker
+from tests.system.raw import TIMEOUT, RawWorker
 from tests.system.tools import wait_until
 
 WORKERS = 12  # more than the server has threads for operators

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import urllib.request
 
 import grpc
 import pytest
@@ -16,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import psclient
 from psclient.errors import FingerprintMismatchError, ServerNotReadyError
 from psclient.rpc.local_server import LocalServer
+from tests.system.operating.asking import metrics
 from tests.system.tools import QUICK, make_data, make_model, train_step
 
 
@@ -152,8 +152,7 @@ def test_health_and_reflection_and_metrics():
         optimizer = dgs(model, server)
         for _ in range(2):
             train_step(model, optimizer, *make_data())
-        text = urllib.request.urlopen(f"http://{server.metrics_addresses[0]}/metrics", timeout=30).read().decode()
-        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        values = dict(line.rsplit(" ", 1) for line in metrics(server).splitlines() if not line.startswith("#"))
         assert values["psservice_pushes_total"] == "2.0"
         assert values["psservice_version"] == "2.0"
         assert values["psservice_live_workers"] == "1.0"

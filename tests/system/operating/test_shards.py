@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from psclient.rpc.local_server import spawn
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cli import main as cli
 from psservice.operator.client import call
+from tests.system.operating.asking import metrics, status
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step, wait_until
 
 SHARDS = 3
@@ -71,10 +71,6 @@ def dgs(model, server, **options):
     return psclient.DGS(model.parameters(), lr=0.1, model=model, server=server, **given)
 
 
-def status(address):
-    return call(address, "GetStatus", pb.GetStatusRequest(), 30.0)
-
-
 def is_alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -113,8 +109,7 @@ def test_one_address_is_enough_for_workers_and_operators(tmp_path, capsys):
         assert (code, [each["version"] for each in restored]) == (0, [3, 3, 3])
         assert psclient_main(["save", command.address, "--out", str(tmp_path / "model.safetensors")]) == 0
         for shard in range(SHARDS):
-            page = urllib.request.urlopen(f"http://{command.address_of(shard, 'metrics')}/metrics", timeout=30)
-            assert f'shard="{shard}"' in page.read().decode()
+            assert f'shard="{shard}"' in metrics(command.address_of(shard, "metrics"))
         optimizer.close()
     serve_lines = [line for line in command.lines() if line["message"] == "serving"]
     assert {line["shard"] for line in serve_lines} == {0, 1, 2}

@@ -3,7 +3,6 @@
 import copy
 import logging
 
-import grpc
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,8 +12,7 @@ import psclient
 from psclient.cli import main
 from psclient.errors import ConfigurationError, FingerprintMismatchError, ModelChangedError, ModelLoadedError
 from psclient.rpc.local_server import LocalServer
-from pscore.wire.v1 import parameter_server_pb2 as pb
-from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from tests.system.operating.asking import status
 from tests.system.tools import QUICK, make_data, train_step
 
 TRAINED = 4 * 8 + 4
@@ -41,11 +39,6 @@ def joined(model, server, worker="w0", **update):
     )
 
 
-def parameters_of(server):
-    with grpc.insecure_channel(server.server) as channel:
-        return ParameterServerServiceStub(channel).GetStatus(pb.GetStatusRequest(), timeout=30).parameters
-
-
 def test_frozen_parameters_are_neither_sent_nor_stored_and_the_file_says_so(tmp_path, caplog):
     model, file = adapted(), tmp_path / "model.safetensors"
     base = [parameter.clone() for parameter in model[0].parameters()]
@@ -53,7 +46,7 @@ def test_frozen_parameters_are_neither_sent_nor_stored_and_the_file_says_so(tmp_
         for _ in range(3):
             train_step(model, optimizer, *make_data())
         assert optimizer.totals.upload_bytes < 8 * TRAINED
-        assert parameters_of(server) == TRAINED
+        assert status(server).parameters == TRAINED
         assert all(map(torch.equal, model[0].parameters(), base))
         caplog.set_level(logging.WARNING, "psclient")
         assert main(["save", server.server, "--out", str(file)]) == 0
@@ -84,7 +77,7 @@ def test_a_restarted_server_knows_the_base_still(tmp_path):
 def test_they_are_the_servers_where_that_is_asked_for():
     other = adapted(base_seed=8)
     with LocalServer() as server, joined(adapted(), server, upload_frozen=True):
-        assert parameters_of(server) == TRAINED + BASE
+        assert status(server).parameters == TRAINED + BASE
         with joined(other, server, "w1", upload_frozen=True):
             assert all(map(torch.equal, other[0].parameters(), adapted()[0].parameters()))
         with pytest.raises(FingerprintMismatchError):
@@ -147,7 +140,7 @@ def test_a_whole_models_file_starts_a_run_of_its_trained_tensors(tmp_path, seed)
     with LocalServer(init=tmp_path / "whole.safetensors") as server:
         if seed == 7:
             joined(adapted(1), server).close()
-            assert parameters_of(server) == TRAINED
+            assert status(server).parameters == TRAINED
         else:
             with pytest.raises(FingerprintMismatchError, match="--init file has other values"):
                 joined(adapted(1), server)

@@ -1,6 +1,7 @@
 """Local steps and a push of their difference, through real servers."""
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import psclient
 from psclient.errors import ConfigurationError, NonFiniteGradientError, ServerUnreachableError
-from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step
+from tests.system.tools import QUICK, assert_close, assert_same_parameters, at_once, make_data, make_model, train_step
 
 ADAM = {"lr": 0.01}
 
@@ -28,20 +29,6 @@ def outer(mine, sync_every=4, inner=None, **options):
 
 def values(one):
     return [parameter.detach().clone() for parameter in one.parameters()]
-
-
-def test_a_plain_outer_step_is_the_inner_optimizer():
-    """lr = 1, no momentum, one worker: the server takes over what the local steps have done."""
-    here, there = model(), model()
-    local = torch.optim.Adam(here.parameters(), **ADAM)
-    with outer(there, lr=1.0, momentum=0.0) as optimizer:
-        for step in range(12):
-            batch = make_data(seed=step, count=32)
-            train_step(here, local, *batch)
-            train_step(there, optimizer, *batch)
-            for mine, expected in zip(there.parameters(), here.parameters(), strict=True):
-                torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
-        assert optimizer.version == 3
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -63,15 +50,13 @@ def test_the_servers_step_is_sgd_on_the_differences(nesterov):
                 with torch.no_grad():
                     for parameter, start in zip(here.parameters(), outside, strict=True):
                         parameter.copy_(start)
-                for mine, expected in zip(there.parameters(), here.parameters(), strict=True):
-                    torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)
+                assert_close(there, here, 1e-4, 1e-6)
 
 
 @pytest.mark.parametrize("rounds", [None, psclient.Rounds(start_workers=2)])
 @pytest.mark.parametrize("density", [1.0, 0.3])
 def test_two_workers_train(rounds, density):
     x, y = make_data(seed=77)
-    losses = {}
     models = [model() for _ in range(2)]  # here: threads would draw from one generator at the same time
 
     def work(server, worker):
@@ -80,17 +65,12 @@ def test_two_workers_train(rounds, density):
         with outer(mine, server=server, worker=f"worker-{worker}", **settings) as optimizer:
             for step in range(80):
                 train_step(mine, optimizer, *make_data(seed=1000 * worker + step, count=32))
-        losses[worker] = nn.functional.cross_entropy(mine(x), y).item()
+        return nn.functional.cross_entropy(mine(x), y).item()
 
     with psclient.LocalServer() as server:
-        threads = [threading.Thread(target=work, args=(server, worker), daemon=True) for worker in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        losses = at_once(partial(work, server), range(2))
     before = nn.functional.cross_entropy(model()(x), y).item()
-    assert len(losses) == 2
-    assert all(loss < 0.7 * before for loss in losses.values())
+    assert all(loss < 0.7 * before for loss in losses)
 
 
 def test_what_is_not_sent_is_kept_and_a_flush_hands_in_everything():
@@ -165,8 +145,7 @@ def test_a_lost_server_is_waited_for_and_nothing_is_lost_or_pushed_twice(tmp_pat
             once_more(optimizer)  # as the error says; no gradient has changed since
             assert optimizer._local_steps == 0
         assert optimizer.version == 2
-        for mine, expected in zip(there.parameters(), here.parameters(), strict=True):
-            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+        assert_close(there, here, 1e-5, 1e-6)
 
 
 def once_more(optimizer):
@@ -189,7 +168,7 @@ def test_local_steps_that_lead_nowhere_are_undone():
         with pytest.raises(NonFiniteGradientError, match=r"0\.weight"):
             train_step(mine, optimizer, *make_data(count=32))
         hook.remove()
-        assert all(torch.equal(now, was) for now, was in zip(values(mine), start, strict=True))
+        assert all(map(torch.equal, values(mine), start))
         for step in range(2):
             train_step(mine, optimizer, *make_data(seed=step, count=32))
         assert optimizer.version == 1
@@ -257,7 +236,7 @@ def test_a_rate_of_zero_on_the_groups_stands_still():
         for step in range(4):
             train_step(mine, optimizer, *make_data(seed=step, count=32))
         assert optimizer.version == 2
-        assert all(torch.equal(now, was) for now, was in zip(values(mine), before, strict=True))
+        assert all(map(torch.equal, values(mine), before))
 
 
 def test_an_inner_optimizer_that_cannot_go_without_a_closure_is_refused():
@@ -346,8 +325,7 @@ def test_a_flush_of_local_steps_that_lead_nowhere_undoes_them():
             optimizer.flush()
         optimizer.flush()
         optimizer.pull()
-        for now, then in zip(values(mine), before, strict=True):
-            assert torch.equal(now, then)
+        assert all(map(torch.equal, values(mine), before))
 
 
 def test_handing_in_is_a_push_like_any_other_and_keeps_the_error():
@@ -389,11 +367,7 @@ def test_at_an_epochs_end_local_steps_are_handed_in_with_their_samples():
                         train_step(mine, optimizer, *make_data(count=len(numbers)))
                         drawn[name] += numbers.tolist()
 
-        threads = [threading.Thread(target=work, args=(name,), daemon=True) for name in drawn]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        at_once(work, drawn)
     assert sorted(drawn["anna"] + drawn["bert"]) == sorted([*range(52)] * 2)
 
 

@@ -1,14 +1,12 @@
 """The server's own optimizer, through a real server: what torch does at home, restarts, and words only."""
 
-import threading
-
 import pytest
 import torch
 from torch import nn
 
 import psclient
 from psclient.errors import ConfigurationError, RefusedError, SettingsMismatchError
-from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step
+from tests.system.tools import QUICK, assert_close, at_once, make_data, make_model, same, train_step
 
 
 def model(seed=0):
@@ -19,69 +17,6 @@ def optimizer_for(mine, name, options=None, **more):
     return psclient.ServerOptimizer(mine.parameters(), name, options, model=mine, **({"settings": QUICK} | more))
 
 
-def same(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-
-
-def test_one_worker_gets_what_the_same_optimizer_does_at_home():
-    here, there = model(), model()
-    with (
-        psclient.LocalServer(shards=2) as server,
-        optimizer_for(
-            there,
-            "RMSprop",
-            {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.01},
-            scheduler=("StepLR", {"step_size": 3, "gamma": 0.5}),
-            scheduler_every=2,
-            server=server,
-        ) as optimizer,
-    ):
-        local = torch.optim.RMSprop(here.parameters(), lr=0.01, momentum=0.9, weight_decay=0.01)
-        schedule = torch.optim.lr_scheduler.StepLR(local, 3, 0.5)
-        for step in range(15):
-            batch = make_data(seed=step, count=32)
-            train_step(here, local, *batch)
-            train_step(there, optimizer, *batch)
-            if step % 2:
-                schedule.step()
-            assert same(here, there)
-
-
-def test_a_groups_options_reach_the_server_and_frozen_parameters_stay():
-    here, there = model(), model()
-    for one in (here, there):
-        one[0].bias.requires_grad_(False)
-    groups = [
-        [{"params": [one[0].weight], "lr": 0.5, "weight_decay": 0.0}, {"params": [one[2].weight, one[2].bias]}]
-        for one in (here, there)
-    ]
-    local = torch.optim.AdamW(groups[0], lr=0.01, weight_decay=0.1)
-    with psclient.ServerOptimizer(
-        groups[1], "AdamW", {"lr": 0.01, "weight_decay": 0.1}, model=there, server="local"
-    ) as optimizer:
-        for step in range(5):
-            batch = make_data(seed=step, count=32)
-            train_step(here, local, *batch)
-            train_step(there, optimizer, *batch)
-    assert same(here, there)
-
-
-def test_its_state_outlives_the_server(tmp_path):
-    here, there = model(), model()
-    local = torch.optim.Adam(here.parameters(), lr=0.01)
-    with psclient.LocalServer(data_dir=tmp_path, snapshot_seconds=0.2) as server:
-        with optimizer_for(there, "Adam", {"lr": 0.01}, server=server) as optimizer:
-            for step in range(12):
-                batch = make_data(seed=step, count=32)
-                train_step(here, local, *batch)
-                train_step(there, optimizer, *batch)
-                assert same(here, there)
-                if step in (3, 7):
-                    server.processes[0].kill()
-                    server.restart()
-        assert_same_parameters(here, server.server)
-
-
 def test_per_round_it_is_the_optimizer_on_the_mean_gradient():
     here = model()
     local = torch.optim.Adam(here.parameters(), lr=0.01)
@@ -89,28 +24,19 @@ def test_per_round_it_is_the_optimizer_on_the_mean_gradient():
         x, y = make_data(seed=step, count=64)
         train_step(here, local, x, y)
     with psclient.LocalServer() as server:
-        found = {}
-        models = [model() for _ in range(2)]  # here: threads would draw from one generator at the same time
 
         def work(worker):
-            mine = models[worker]
-            rounds = psclient.Rounds(start_workers=2)
-            with optimizer_for(
-                mine, "Adam", {"lr": 0.01}, server=server, worker=f"worker-{worker}", rounds=rounds
-            ) as optimizer:
+            rounds, mine = psclient.Rounds(start_workers=2), models[worker]
+            given = {"server": server, "worker": f"worker-{worker}", "rounds": rounds}
+            with optimizer_for(mine, "Adam", {"lr": 0.01}, **given) as optimizer:
                 for step in range(8):
                     x, y = make_data(seed=step, count=64)
                     train_step(mine, optimizer, x[worker::2], y[worker::2])
-            found[worker] = mine
 
-        threads = [threading.Thread(target=work, args=(worker,), daemon=True) for worker in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    assert same(found[0], found[1])
-    for mine, expected in zip(found[0].parameters(), here.parameters(), strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-5)
+        models = [model() for _ in range(2)]  # here: threads would draw from one generator at the same time
+        at_once(work, range(2))
+    assert same(*models)
+    assert_close(models[0], here, 1e-3, 1e-5)
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -195,28 +121,6 @@ def test_a_rate_set_by_hand_is_the_servers():
             assert still == [rates[0] == 0] * 2 + [rates[1] == 0] * 2
 
 
-@pytest.mark.parametrize("own", [None, 0.05])
-def test_a_scheduler_of_torchs_drives_the_servers_rate(own):
-    here, there = model(), model()
-
-    def groups(one):
-        return [{"params": list(one.parameters())} | ({} if own is None else {"lr": own})]
-
-    local = torch.optim.SGD(groups(here), lr=0.1, momentum=0.9)
-    with psclient.ServerOptimizer(
-        groups(there), "SGD", {"lr": 0.1, "momentum": 0.9}, model=there, server="local"
-    ) as optimizer:
-        pair = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 5) for each in (local, optimizer)]
-        for step in range(6):
-            batch = make_data(seed=step, count=32)
-            train_step(here, local, *batch)
-            train_step(there, optimizer, *batch)
-            for schedule in pair:
-                schedule.step()
-            assert same(here, there)
-        assert pair[0].get_last_lr() == pair[1].get_last_lr()
-
-
 def test_without_a_rate_the_groups_have_torchs_own():
     mine = model()
     with optimizer_for(mine, "RMSprop") as optimizer:
@@ -251,7 +155,7 @@ def test_what_else_is_set_by_hand_is_refused():
 
 def test_a_round_steps_at_the_mean_of_its_workers_rates():
     with psclient.LocalServer() as server:
-        start, ends, rates = model(), {}, {"one": 0.1, "two": 0.5}
+        start, rates = model(), {"one": 0.1, "two": 0.5}
         models = {name: model() for name in rates}
         x, y = make_data(count=32)
         torch.nn.functional.cross_entropy(start(x), y).backward()
@@ -261,15 +165,10 @@ def test_a_round_steps_at_the_mean_of_its_workers_rates():
             with optimizer_for(mine, "SGD", {"lr": 1.0}, server=server, worker=name, rounds=rounds) as optimizer:
                 optimizer.param_groups[0]["lr"] = rates[name]
                 train_step(mine, optimizer, x, y)
-            ends[name] = mine
 
-        threads = [threading.Thread(target=work, args=(name,), daemon=True) for name in rates]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    assert same(ends["one"], ends["two"])
-    for found, was in zip(ends["one"].parameters(), start.parameters(), strict=True):
+        at_once(work, rates)
+    assert same(*models.values())
+    for found, was in zip(models["one"].parameters(), start.parameters(), strict=True):
         torch.testing.assert_close(found, was - 0.3 * was.grad)
 
 

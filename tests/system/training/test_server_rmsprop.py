@@ -6,7 +6,7 @@ from torch import nn
 
 import psclient
 from psclient.errors import ConfigurationError, RefusedError, SettingsMismatchError
-from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step
+from tests.system.tools import QUICK, make_data, make_model, same, train_step
 
 
 def model(seed=0):
@@ -15,27 +15,6 @@ def model(seed=0):
 
 def rmsprop(mine, **options):
     return psclient.ServerRMSprop(mine.parameters(), **({"model": mine, "settings": QUICK, "lr": 0.01} | options))
-
-
-def test_dense_steps_of_one_worker_are_torch_s_and_outlive_the_server(tmp_path):
-    here, there = model(), model()
-    local = torch.optim.RMSprop(here.parameters(), lr=0.01, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.StepLR(local, 4, 0.5)
-    with psclient.LocalServer(2, data_dir=tmp_path, snapshot_seconds=0.2) as server:
-        with rmsprop(there, weight_decay=0.01, density=1.0, server=server) as optimizer:
-            ours = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
-            for step in range(14):
-                batch = make_data(seed=step, count=32)
-                for mine, its, clock in ((here, local, schedule), (there, optimizer, ours)):
-                    train_step(mine, its, *batch)
-                    clock.step()
-                for one, other in zip(here.parameters(), there.parameters(), strict=True):
-                    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-                if step in (3, 8):
-                    shard = step % 2
-                    server.processes[shard].kill()
-                    server.restart(shard)
-        assert_same_parameters(there, server.server)
 
 
 def test_a_restarted_server_has_the_same_bits_as_one_that_was_not(tmp_path):
@@ -50,8 +29,7 @@ def test_a_restarted_server_has_the_same_bits_as_one_that_was_not(tmp_path):
                 if kills and step % 10 == 5:
                     server.processes[0].kill()
                     server.restart()
-    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert same(*models)
 
 
 def test_sparse_gradients_train_and_replies_have_no_more_than_was_sent():

@@ -14,7 +14,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 import psclient
 from psclient.errors import ConfigurationError, HeldBackError, SettingsMismatchError
-from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step, wait_until
+from tests.system.operating.asking import status
+from tests.system.tools import (
+    QUICK,
+    assert_close,
+    assert_same_parameters,
+    at_once,
+    make_data,
+    make_model,
+    same,
+    train_step,
+    wait_until,
+)
 
 WORKERS, STEPS, SHARE = 4, 12, 16
 
@@ -43,19 +54,8 @@ overlapping_too = pytest.mark.parametrize("overlap", [False, True], ids=["in-lin
 
 
 def in_threads(server, make, workers=WORKERS, steps=STEPS):
-    found = {}
     models = [model() for _ in range(workers)]  # here: threads would draw from one generator at the same time
-
-    def run(worker):
-        found[worker] = train(models[worker], server, worker, steps, make)
-
-    threads = [threading.Thread(target=run, args=(worker,), daemon=True) for worker in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(found) == workers
-    return found
+    return at_once(lambda worker: train(models[worker], server, worker, steps, make), range(workers))
 
 
 def ssgd(rounds=None, **options):
@@ -95,10 +95,9 @@ def test_it_is_sgd_on_the_batches_of_all_workers_together(shards):
     expected = large_batches()
     with psclient.LocalServer(shards=shards) as server:
         replicas = in_threads(server.server, ssgd())
-        for replica in replicas.values():
+        for replica in replicas:
             assert_same_parameters(replica, server.server)
-            for mine, theirs in zip(replica.parameters(), expected.parameters(), strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+            assert_close(replica, expected)
 
 
 def test_it_is_what_distributed_data_parallel_does(tmp_path):
@@ -173,11 +172,10 @@ def test_a_push_during_backward_leads_to_the_same_bits_as_one_after_it(method, s
 
         with psclient.LocalServer(shards=shards, down_mode="exact") as server:
             found = in_threads(server.server, make, workers=2, steps=20)
-            for replica in found.values():
+            for replica in found:
                 assert_same_parameters(replica, server.server)
             replicas.append(found[0])
-    for inline, streamed in zip(*(replica.parameters() for replica in replicas), strict=True):
-        assert torch.equal(inline, streamed)
+    assert same(*replicas)
 
 
 @overlapping_too
@@ -286,7 +284,7 @@ def test_a_killed_server_comes_back_with_the_open_round(tmp_path, overlap):
         with make(one, server.server, "one") as first, make(two, server.server, "two") as second:
             waiting = threading.Thread(target=train_step, args=(one, first, *share(0, 0)), daemon=True)
             waiting.start()
-            wait_until(lambda: psclient_status(server).workers[0].pushes == 1)
+            wait_until(lambda: status(server).workers[0].pushes == 1)
             nn.functional.cross_entropy(two(share(1, 0)[0]), share(1, 0)[1]).backward()  # with overlap: is being sent
             server.processes[0].kill()
             server.restart()
@@ -299,15 +297,4 @@ def test_a_killed_server_comes_back_with_the_open_round(tmp_path, overlap):
             expected = model()
             optimizer = torch.optim.SGD(expected.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
             train_step(expected, optimizer, *(torch.cat(parts) for parts in zip(share(0, 0), share(1, 0), strict=True)))
-            for mine, theirs in zip(one.parameters(), expected.parameters(), strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-
-
-def psclient_status(server):
-    import grpc
-
-    from pscore.wire.v1 import parameter_server_pb2 as pb
-    from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
-
-    with grpc.insecure_channel(server.addresses[0]) as channel:
-        return ParameterServerServiceStub(channel).GetStatus(pb.GetStatusRequest(), timeout=10)
+            assert_close(one, expected)

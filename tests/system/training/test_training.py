@@ -1,34 +1,34 @@
 """Every method trains through real server processes."""
 
+from functools import partial
+
 import pytest
 import torch
 
 import psclient
+from psclient import ASGD, DGC, DGS, GradientDropping
 from psclient.rpc.local_server import LocalServer
-from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step
+from tests.system.tools import QUICK, assert_same_parameters, fleet, make_data, make_model
 
 METHODS = {
-    "asgd": lambda m, **c: psclient.ASGD(m.parameters(), lr=0.1, model=m, **c),
-    "asgd_momentum": lambda m, **c: psclient.ASGD(m.parameters(), lr=0.05, momentum=0.5, model=m, **c),
-    "gradient_dropping": lambda m, **c: psclient.GradientDropping(m.parameters(), lr=0.1, density=0.1, model=m, **c),
-    "dgc": lambda m, **c: psclient.DGC(m.parameters(), lr=0.05, momentum=0.5, density=0.1, clip_norm=5.0, model=m, **c),
-    "dgs": lambda m, **c: psclient.DGS(m.parameters(), lr=0.05, momentum=0.5, density=0.1, model=m, **c),
+    "asgd": partial(ASGD, lr=0.1),
+    "asgd_momentum": partial(ASGD, lr=0.05, momentum=0.5),
+    "gradient_dropping": partial(GradientDropping, lr=0.1, density=0.1),
+    "dgc": partial(DGC, lr=0.05, momentum=0.5, density=0.1, clip_norm=5.0),
+    "dgs": partial(DGS, lr=0.05, momentum=0.5, density=0.1),
 }
 
 
 @pytest.mark.parametrize(("method", "shards"), [("dgs", 1), *((method, 2) for method in METHODS)])
 def test_three_workers_learn(method, shards):
     with LocalServer(shards=shards, buffer_period_steps=5) as server:
-        models = [make_model(seed) for seed in range(3)]
-        optimizers = [METHODS[method](m, server=server, worker=f"w{i}", settings=QUICK) for i, m in enumerate(models)]
+        workers = fleet(METHODS[method], server, 3)
         data = [make_data(i, 96) for i in range(3)]
-        first = [train_step(m, o, *d) for m, o, d in zip(models, optimizers, data, strict=True)]
-        for _ in range(60):
-            last = [train_step(m, o, *d) for m, o, d in zip(models, optimizers, data, strict=True)]
-        assert sum(last) < 0.5 * sum(first)
-        assert optimizers[-1].version == 3 * 61
-        for optimizer in optimizers:
-            optimizer.close()
+        losses = [sum(worker.train(*batch) for worker, batch in zip(workers, data, strict=True)) for _ in range(61)]
+        assert losses[-1] < 0.5 * losses[0]
+        assert workers[-1].optimizer.version == 3 * 61
+        for worker in workers:
+            worker.optimizer.close()
         trained = make_model(7)
         trained.load_state_dict(psclient.download(server.server))
         x, y = make_data(5, 400)
@@ -38,29 +38,19 @@ def test_three_workers_learn(method, shards):
 
 def test_all_workers_start_from_the_first_workers_model():
     with LocalServer() as server:
-        first, second = make_model(1), make_model(2)
-        a = psclient.DGS(first.parameters(), lr=0.1, model=first, server=server, worker="a", settings=QUICK)
-        b = psclient.DGS(second.parameters(), lr=0.1, model=second, server=server, worker="b", settings=QUICK)
-        for mine, theirs in zip(first.parameters(), second.parameters(), strict=True):
-            assert torch.equal(mine, theirs)
-        a.close()
-        b.close()
+        for worker in fleet(METHODS["dgs"], server):
+            assert_same_parameters(worker.model, server.server)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_exact_replica_equals_server_bit_for_bit(dtype):
     with LocalServer(down_mode="exact", shards=2) as server:
-        models = [make_model(i, batch_norm=False).to(dtype) for i in range(2)]
-        optimizers = [
-            psclient.DGS(m.parameters(), lr=0.1, density=0.05, model=m, server=server, worker=f"w{i}", settings=QUICK)
-            for i, m in enumerate(models)
-        ]
-        x, y = make_data()
-        for step in range(12):
-            model, optimizer = models[step % 2], optimizers[step % 2]
-            train_step(model, optimizer, x.to(dtype), y)
-            assert optimizer.report.reply_mode == "exact"
-            assert_same_parameters(model, server.server)
+        workers = fleet(partial(DGS, lr=0.1, density=0.05), server, batch_norm=False, dtype=dtype)
+        x, y = make_data(dtype=dtype)
+        for worker in 6 * workers:
+            worker.train(x, y)
+            assert worker.optimizer.report.reply_mode == "exact"
+            assert_same_parameters(worker.model, server.server)
 
 
 def test_a_model_is_uploaded_in_the_dtypes_of_its_parameters():
@@ -74,22 +64,15 @@ def test_a_model_is_uploaded_in_the_dtypes_of_its_parameters():
 
 
 def test_two_shards_give_the_same_parameters_as_one():
-    def run(shards: int) -> dict[str, torch.Tensor]:
+    states = []
+    for shards in (1, 2):
         with LocalServer(down_mode="exact", shards=shards) as server:
-            models = [make_model(i) for i in range(2)]
-            optimizers = [
-                psclient.DGS(
-                    m.parameters(), lr=0.1, density=0.07, model=m, server=server, worker=f"w{i}", settings=QUICK
-                )
-                for i, m in enumerate(models)
-            ]
-            data = [make_data(i) for i in range(2)]
+            workers = fleet(partial(DGS, lr=0.1, density=0.07), server)
             for step in range(20):
                 which = step % 3 % 2  # a fixed, uneven order of pushes
-                train_step(models[which], optimizers[which], *data[which])
-            return psclient.download(server.server)
-
-    one, two = run(1), run(2)
+                workers[which].train(*make_data(which))
+            states.append(psclient.download(server.server))
+    one, two = states
     assert one.keys() == two.keys()
     for name, tensor in one.items():
         assert torch.equal(tensor, two[name]), name
@@ -98,122 +81,61 @@ def test_two_shards_give_the_same_parameters_as_one():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_topk_replies_train_too(dtype):
     with LocalServer(down_mode="topk", down_density=0.1, down_dense_below=0) as server:
-        models = [make_model(i, batch_norm=False).to(dtype) for i in range(2)]
-        optimizers = [
-            psclient.DGS(m.parameters(), lr=0.05, momentum=0.5, density=0.1, model=m, server=server, worker=f"w{i}",
-                         settings=QUICK)
-            for i, m in enumerate(models)
-        ]  # fmt: skip
-        x, y = make_data()
-        losses = [train_step(models[s % 2], optimizers[s % 2], x.to(dtype), y) for s in range(120)]
+        workers = fleet(METHODS["dgs"], server, batch_norm=False, dtype=dtype)
+        x, y = make_data(dtype=dtype)
+        losses = [worker.train(x, y) for worker in 60 * workers]
         assert losses[-1] < 0.6 * losses[0]
-        assert optimizers[0].report.reply_mode == "topk"
+        report = workers[0].optimizer.report
+        assert report.reply_mode == "topk"
         # Density of the reply: 10 % of each tensor, rounded down, at least one entry each.
-        assert optimizers[0].report.pull_entries <= 0.13 * 804 + 4, "the counts of small tensors vary by chance"
+        assert report.pull_entries <= 0.13 * 804 + 4, "the counts of small tensors vary by chance"
 
 
 def test_a_pull_brings_the_servers_very_model_after_topk_replies_too():
     with LocalServer(down_mode="topk", down_density=0.05, down_dense_below=0) as server:
-        model, (x, y) = make_model(batch_norm=False), make_data()
-        with psclient.ASGD(model.parameters(), lr=0.1, model=model, server=server, settings=QUICK) as optimizer:
-            for _ in range(3):
-                train_step(model, optimizer, x, y)
-            optimizer.pull()
-            served = psclient.download(server.server)
-            assert [name for name, value in model.state_dict().items() if not torch.equal(value, served[name])] == []
+        [worker] = fleet(METHODS["asgd"], server, 1, batch_norm=False)
+        for _ in range(3):
+            worker.train(*make_data())
+        worker.optimizer.pull()
+        served = psclient.download(server.server)
+        state = worker.model.state_dict()
+        assert [name for name, value in state.items() if not torch.equal(value, served[name])] == []
 
 
 def test_auto_switches_to_topk_when_the_union_is_dense():
     with LocalServer(exact_limit=0.2, down_density=0.05, down_dense_below=0) as server:
-        models = [make_model(i, batch_norm=False) for i in range(4)]
-        optimizers = [
-            psclient.DGS(m.parameters(), lr=0.05, density=0.1, model=m, server=server, worker=f"w{i}", settings=QUICK)
-            for i, m in enumerate(models)
-        ]
-        modes = set()
-        for step in range(24):
-            train_step(models[step % 4], optimizers[step % 4], *make_data(step))
-            modes.add(optimizers[step % 4].report.reply_mode)
+        workers, modes = fleet(partial(DGS, lr=0.05, density=0.1), server, 4, batch_norm=False), set()
+        for step, worker in enumerate(6 * workers):
+            worker.train(*make_data(step))
+            modes.add(worker.optimizer.report.reply_mode)
         assert modes == {"exact", "topk"}
-
-
-def test_one_dense_worker_follows_sgd():
-    """ASGD with one worker is SGD without momentum, through the wire and back, within rounding."""
-    plain = make_model(3, batch_norm=False)
-    remote = make_model(3, batch_norm=False)
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1, weight_decay=1e-3)
-    x, y = make_data()
-    with (
-        LocalServer() as server,
-        psclient.ASGD(remote.parameters(), lr=0.1, weight_decay=1e-3, model=remote, server=server) as asgd,
-    ):
-        for _ in range(20):
-            train_step(plain, sgd, x, y)
-            train_step(remote, asgd, x, y)
-    for a, b in zip(plain.parameters(), remote.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-
-
-def test_density_one_follows_sgd_with_momentum():
-    plain = make_model(3, batch_norm=False)
-    remote = make_model(3, batch_norm=False)
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.7)
-    x, y = make_data()
-    with (
-        LocalServer() as server,
-        psclient.DGS(remote.parameters(), lr=0.05, momentum=0.7, density=1.0, model=remote, server=server) as dgs,
-    ):
-        for _ in range(20):
-            train_step(plain, sgd, x, y)
-            train_step(remote, dgs, x, y)
-    for a, b in zip(plain.parameters(), remote.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("value_type", ["fp16", "bf16"])
 def test_narrow_values_halve_the_value_bytes_and_train(value_type):
     settings = QUICK.model_copy(update={"value_type": value_type})
-    model = make_model(0, batch_norm=False)
-    x, y = make_data()
-    with (
-        LocalServer() as server,
-        psclient.DGS(model.parameters(), lr=0.05, momentum=0.5, density=0.1, model=model, server=server,
-                     settings=settings) as optimizer,
-    ):  # fmt: skip
-        losses = [train_step(model, optimizer, x, y) for _ in range(80)]
+    with LocalServer() as server:
+        [worker] = fleet(METHODS["dgs"], server, 1, batch_norm=False, settings=settings)
+        losses = [worker.train(*make_data()) for _ in range(80)]
         assert losses[-1] < 0.6 * losses[0]
 
 
-def test_buffers_are_averaged_and_shared():
-    with LocalServer(buffer_period_steps=1) as server:
-        models = [make_model(i) for i in range(2)]
-        optimizers = [
-            psclient.DGS(m.parameters(), lr=0.01, model=m, server=server, worker=f"w{i}", settings=QUICK)
-            for i, m in enumerate(models)
-        ]
+@pytest.mark.parametrize("policy", ["average", "local", "none"])
+def test_buffers_are_averaged_and_shared_or_stay_with_the_worker(policy):
+    with LocalServer(buffer_period_steps=1, **({} if policy == "average" else {"buffers": policy})) as server:
+        one, other = workers = fleet(partial(DGS, lr=0.01), server)
         x, y = make_data()
-        for step in range(20):
-            train_step(models[step % 2], optimizers[step % 2], x + step % 2, y)
+        for _ in range(10):
+            for shift, worker in enumerate(workers):
+                worker.train(x + 3 * shift, y)
         state = psclient.download(server.server)
-        assert torch.equal(models[1][1].running_mean, state["1.running_mean"])
-        assert not torch.allclose(state["1.running_mean"], torch.zeros(32))
-        assert state["1.num_batches_tracked"] >= 10
-
-
-@pytest.mark.parametrize("policy", ["local", "none"])
-def test_buffers_may_stay_with_the_worker(policy):
-    with LocalServer(buffer_period_steps=1, buffers=policy) as server:
-        models = [make_model(i) for i in range(2)]
-        optimizers = [
-            psclient.DGS(m.parameters(), lr=0.01, model=m, server=server, worker=f"w{i}", settings=QUICK)
-            for i, m in enumerate(models)
-        ]
-        x, y = make_data()
-        for step in range(10):
-            train_step(models[step % 2], optimizers[step % 2], x + 3 * (step % 2), y)
-        assert not torch.allclose(models[0][1].running_mean, models[1][1].running_mean)
-        state = psclient.download(server.server)
-        assert ("1.running_mean" in state) == (policy == "local")
+        if policy == "average":
+            assert torch.equal(other.model[1].running_mean, state["1.running_mean"])
+            assert not torch.allclose(state["1.running_mean"], torch.zeros(32))
+            assert state["1.num_batches_tracked"] >= 10
+        else:
+            assert not torch.allclose(one.model[1].running_mean, other.model[1].running_mean)
+            assert ("1.running_mean" in state) == (policy == "local")
 
 
 def test_a_model_larger_than_a_message_arrives_whole():

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from functools import partial
 
 import pytest
@@ -17,7 +16,18 @@ from psclient.errors import HeldBackError
 from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.operator.client import call
-from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, suspend, train_step, wait_until
+from tests.system.operating.asking import status
+from tests.system.tools import (
+    QUICK,
+    assert_close,
+    assert_same_parameters,
+    at_once,
+    make_data,
+    make_model,
+    suspend,
+    train_step,
+    wait_until,
+)
 
 VICTIM = """
 import sys, torch, psclient
@@ -44,8 +54,7 @@ def start_victim(server, tau):
 
 
 def last_step(server, name):
-    workers = call(server.addresses[0], "GetStatus", pb.GetStatusRequest(), 10.0).workers
-    return next(worker.last_step for worker in workers if worker.worker_id == name)
+    return next(worker.last_step for worker in status(server).workers if worker.worker_id == name)
 
 
 class Worker:
@@ -77,21 +86,14 @@ class Worker:
 
 def together(workers, act):
     """Let workers act at the same time; return what each has raised, or ``None``."""
-    errors = [None] * len(workers)
 
-    def run(number):
+    def run(worker):
         try:
-            act(workers[number])
+            act(worker)
         except Exception as error:
-            errors[number] = error
+            return error
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(workers))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
-    assert not any(thread.is_alive() for thread in threads)
-    return errors
+    return at_once(run, workers, 100)
 
 
 def all_train(workers, steps):
@@ -205,8 +207,7 @@ def test_alone_it_is_the_inner_optimizer_whose_state_stays_on_the_worker():
             worker.train(1)
             for schedule in schedules:
                 schedule.step()
-            for mine, expected in zip(worker.model.parameters(), here.parameters(), strict=True):
-                torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+            assert_close(worker.model, here, 1e-5, 1e-6)
         assert optimizer.param_groups[0]["lr"] == adam.param_groups[0]["lr"] == 0.0025
         assert not any("exp_avg" in state for state in optimizer.state.values())
         saved = copy.deepcopy(optimizer.state_dict())  # as torch.save would
