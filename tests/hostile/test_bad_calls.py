@@ -11,23 +11,11 @@ import pytest
 import torch
 
 import psclient
-from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from tests.system.raw import TIMEOUT, N, RawWorker, chunk_of, commit_of, joined, refusal
+from tests.system.raw import TIMEOUT, N, RawWorker, chunk_of, commit_of, refusal
 
 GOOD = chunk_of([1], [1])
 CHUNK = pb.PushSparseRequest(chunks=[GOOD])
-
-
-@pytest.fixture(scope="module")
-def server():
-    with LocalServer(down_mode="exact", lease_seconds=120) as running:
-        yield running
-
-
-@pytest.fixture
-def worker(server):
-    return joined(server.addresses[0])
 
 
 @pytest.fixture

@@ -4,23 +4,11 @@ import uuid
 
 import pytest
 
-from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.hostile.test_bad_calls import BAD_REQUEST, GOOD, STRANGERS, as_, header, push
 from tests.system.raw import TIMEOUT, joined, refusal
 
 SIZE = 100
-
-
-@pytest.fixture(scope="module")
-def server():
-    with LocalServer(down_mode="exact", lease_seconds=120) as running:
-        yield running
-
-
-@pytest.fixture
-def worker(server):
-    return joined(server.addresses[0])
 
 
 @pytest.fixture

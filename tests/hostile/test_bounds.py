@@ -59,17 +59,6 @@ ALL = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server():
-    with LocalServer(down_mode="exact", lease_seconds=120) as running:
-        yield running
-
-
-@pytest.fixture
-def worker(server):
-    return joined(server.addresses[0])
-
-
 def requests_of(worker, rpc):
     """Return the messages of a call that would do, but for what it is about to be given."""
     identity, generation = worker.identity, worker.generation

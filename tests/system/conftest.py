@@ -2,6 +2,7 @@
 
 import pytest
 
+from psclient.rpc.local_server import LocalServer
 from psservice.app.server import Server
 from psservice.settings import ServerSettings
 
@@ -21,3 +22,10 @@ def start():
     for server in running:
         server.settings = server.settings.model_copy(update={"drain_seconds": 0.0})
         server.stop()
+
+
+@pytest.fixture
+def server():
+    """A server of this test alone, which answers exactly; a file that needs another has its own."""
+    with LocalServer(down_mode="exact", lease_seconds=60) as running:
+        yield running

@@ -72,9 +72,10 @@ class RawWorker:
 
     def upload(self) -> None:
         header = pb.UploadHeader(identity=self.identity, generation=self.generation)
-        chunk = dense_chunk(self.theta.tobytes())
-        parts = ({"header": header}, {"chunk": chunk}, {"commit": commit_of(chunk)})
-        self.stub.UploadModel(iter([pb.UploadModelRequest(**part) for part in parts]), timeout=TIMEOUT)
+        values, most = self.theta.tobytes(), 1_000_000
+        chunks = [dense_chunk(values[at : at + most], at // 4) for at in range(0, len(values), most)]
+        parts = [{"header": header}, *({"chunk": chunk} for chunk in chunks), {"commit": commit_of(*chunks)}]
+        self.stub.UploadModel((pb.UploadModelRequest(**part) for part in parts), timeout=TIMEOUT)
 
     def push_header(self, **fields: Any) -> pb.PushHeader:
         """Of the next push."""
@@ -83,10 +84,16 @@ class RawWorker:
         return pb.PushHeader(**{"identity": self.identity, "step": self.step + 1, "plan": plan, **base, **fields})
 
     def push(self, index: Iterable[int], values: Iterable[float]) -> pb.PushSparseResponse:
-        header, chunk = self.push_header(), chunk_of(index, values, length=self.size)
+        return self.push_chunks(chunk_of(index, values, length=self.size))
+
+    def push_chunks(self, *chunks: pb.Chunk) -> pb.PushSparseResponse:
+        """Push; in one message if it is one chunk."""
+        parts = [{"header": self.push_header()}, *({"chunks": [each]} for each in chunks)]
+        parts.append({"commit": commit_of(*chunks)})
+        if len(chunks) == 1:
+            parts = [parts[0] | parts[1] | parts[2]]
         self.step += 1
-        request = pb.PushSparseRequest(header=header, chunks=[chunk], commit=commit_of(chunk))
-        return next(self.stub.PushSparse(iter([request]), timeout=TIMEOUT))
+        return next(self.stub.PushSparse((pb.PushSparseRequest(**part) for part in parts), timeout=TIMEOUT))
 
     def pull_request(self, **fields: Any) -> pb.PullDiffRequest:
         return pb.PullDiffRequest(identity=self.identity, generation=self.generation, **fields)

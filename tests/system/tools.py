@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,27 @@ def make_data(seed: int = 0, count: int = 256, dtype: torch.dtype = torch.float3
     x = torch.randn(count, 20, generator=generator)
     weights = torch.randn(20, 4, generator=torch.Generator().manual_seed(99))
     return x.to(dtype), (x @ weights).argmax(1)
+
+
+METHODS: dict[str, Callable[..., Any]] = {
+    "asgd": psclient.ASGD,
+    "overlap": partial(psclient.ASGD, overlap=True),
+    "ssgd": psclient.SSGD,
+    "dropping": psclient.GradientDropping,
+    "dgs": psclient.DGS,
+    "dgc": psclient.DGC,
+    "rmsprop": psclient.ServerRMSprop,
+    "sgd": lambda params, lr, **more: psclient.ServerOptimizer(params, "SGD", {"lr": lr}, **more),
+    "adamw": lambda params, lr, **more: psclient.ServerOptimizer(params, "AdamW", {"lr": lr}, **more),
+    "outer": lambda params, lr, **more: psclient.Outer(torch.optim.SGD(params, lr=lr), **{"sync_every": 2, **more}),
+    "wagma": lambda params, lr, **more: psclient.WAGMA(torch.optim.SGD(params, lr=lr), **more),
+}
+"""Every method by a name; those of the server and of local steps with one optimizer of torch's."""
+
+
+def optimizer_of(method: str, model: nn.Module, lr: float = 0.1, **options: Any) -> Any:
+    """Of one of ``METHODS``, for all parameters of a model."""
+    return METHODS[method](model.parameters(), lr=lr, **{"model": model, "settings": QUICK, **options})
 
 
 class Worker(NamedTuple):
@@ -119,8 +141,27 @@ def go_on(server: LocalServer, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _set_limits(optimizer: torch.optim.Optimizer, **limits: float) -> None:
-    membership = optimizer._run
-    membership.settings = membership.settings.model_copy(update=limits)
+    run_of(optimizer).settings = run_of(optimizer).settings.model_copy(update=limits)
+
+
+def engine_of(optimizer: torch.optim.Optimizer) -> Any:
+    """What takes the steps, for tests that interrupt one at a certain point: nothing outside shows when to."""
+    return optimizer._engine
+
+
+def run_of(optimizer: torch.optim.Optimizer) -> Any:
+    """The worker's place in its run, for tests that let a lease end, or change how patient a worker is."""
+    return optimizer._run
+
+
+def own_server(optimizer: torch.optim.Optimizer) -> LocalServer:
+    """The server that an optimizer has started."""
+    return optimizer._lifecycle._own_server
+
+
+def local_steps(optimizer: psclient.Outer) -> int:
+    """How many were made since the last push."""
+    return optimizer._local_steps
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:

@@ -17,12 +17,12 @@ from tests.system.tools import make_data, make_model, suspend, train_step, wait_
 
 SCRIPT = """
 import json, os, sys, torch, psclient
-from tests.system.tools import make_data, make_model, train_step
+from tests.system.tools import make_data, make_model, own_server, train_step
 model = make_model()
 optimizer = psclient.DGS(model.parameters(), lr=0.1, model=model, server=SERVER)
 for _ in range(3):
     train_step(model, optimizer, *make_data())
-server = optimizer._lifecycle._own_server
+server = own_server(optimizer)
 pids = [p.pid for p in server.processes] if server else []
 print(json.dumps({"version": optimizer.version, "server": optimizer.server, "pids": pids}), flush=True)
 if "--wait" in sys.argv:

@@ -15,7 +15,7 @@ from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psservice.app.server import Server
 from psservice.rpc import workers
 from psservice.settings import ServerSettings
-from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step
+from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, run_of, train_step
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def dgs(model, server, **settings):
 
 def pushed(optimizer):
     """The codecs of every chunk that the worker sends from now on."""
-    codecs, shard = set(), optimizer._run.shards[0]
+    codecs, shard = set(), run_of(optimizer).shards[0]
     send = shard.send_chunk
     shard.send_chunk = lambda chunk, *values: (
         codecs.add((chunk.index_codec, chunk.value_codec)),

@@ -16,7 +16,7 @@ import psclient
 from psclient.rpc.local_server import LocalServer
 from pscore.model import modelfile
 from psservice.cli.main import main
-from tests.system.tools import QUICK, train_step, wait_until
+from tests.system.tools import QUICK, run_of, train_step, wait_until
 
 ROOM_BYTES = 256 << 10
 """Of a file: records of pushes fit, and no snapshot of the model does."""
@@ -106,7 +106,7 @@ def test_a_full_disk_is_logged_when_it_begins_and_when_it_ends_and_not_for_each_
     with training(tmp_path) as (server, optimizer, model):
         journal = max((tmp_path / "data").glob("*/journal/*"))
         with limited(server, resource.RLIMIT_FSIZE, journal.stat().st_size):
-            membership = optimizer._run
+            membership = run_of(optimizer)
             patience = membership.settings
             membership.settings = patience.model_copy(update={"patience_seconds": 4.0})
             with pytest.raises(psclient.errors.ServerUnreachableError):

@@ -15,7 +15,7 @@ from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cli.main import main
 from psservice.operator.client import call
-from tests.system.tools import QUICK, make_data, make_model, train_step, wait_until
+from tests.system.tools import QUICK, make_data, make_model, run_of, train_step, wait_until
 
 COUNT = 120
 
@@ -197,7 +197,7 @@ def test_epochs_sends_again_what_was_refused_at_the_end(overlap):
 def test_epochs_says_who_holds_it_up(server):
     impatient = QUICK.model_copy(update={"patience_seconds": 1.0})
     with Worker(server, "hangs") as hangs, Worker(server, "waits") as waits:
-        waits.optimizer._run.settings = impatient
+        run_of(waits.optimizer).settings = impatient
         hanging = hangs.steps()
         next(hanging)
         epochs = waits.sampler.epochs(1)
@@ -214,7 +214,7 @@ def test_who_was_silent_for_too_long_trains_a_batch_twice_and_no_more(monkeypatc
             steps = silent.steps()
             assert len([*islice(steps, 2)]) == 2
             with monkeypatch.context() as patch:
-                patch.setattr(silent.optimizer._run.leases, "_renew", lambda: None)
+                patch.setattr(run_of(silent.optimizer).leases, "_renew", lambda: None)
                 wait_until(lambda: [each.worker_id for each in status(server).workers] == ["other"])
             others = other.steps()
             assert len([*islice(others, 3)]) == 3

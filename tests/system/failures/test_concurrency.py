@@ -18,6 +18,7 @@ WORKER = """
 import sys, torch, psclient
 from psclient.errors import ServerUnreachableError
 from psclient.settings import ClientSettings
+from tests.system.tools import engine_of
 server, name, steps, out = sys.argv[1:5]
 torch.set_num_threads(1)
 torch.manual_seed(int(name[1:]))
@@ -26,15 +27,15 @@ settings = ClientSettings(deadline_seconds=1, patience_seconds=1.5, connect_seco
 optimizer = psclient.GradientDropping(parameters, lr=1.0, density=0.02, server=server, worker=name, settings=settings)
 print("ready", flush=True)
 total = [torch.zeros_like(p) for p in parameters]
-while optimizer._engine.number < int(steps):
-    before = optimizer._engine.number
+while engine_of(optimizer).number < int(steps):
+    before = engine_of(optimizer).number
     for p in parameters:
         p.grad = torch.randn(p.shape)
     try:
         optimizer.step()
     except ServerUnreachableError:
         pass
-    if optimizer._engine.number > before:  # else an earlier push was in doubt, and this gradient was not taken in
+    if engine_of(optimizer).number > before:  # else an earlier push was in doubt, and this gradient was not taken in
         for p, t in zip(parameters, total):
             t += p.grad
 def settled_pull():

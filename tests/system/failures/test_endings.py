@@ -20,7 +20,7 @@ from psclient.rpc.run import Run
 from psclient.settings import ClientSettings
 from tests.system.connecting.test_secured import issue
 from tests.system.operating.asking import status
-from tests.system.tools import QUICK, make_data, make_model, suspend, train_step, wait_until
+from tests.system.tools import QUICK, make_data, make_model, run_of, suspend, train_step, wait_until
 
 PATIENT = ClientSettings(connect_seconds=600, patience_seconds=600, deadline_seconds=600)
 """Whoever ends within a test's time limit has not waited for these."""
@@ -245,7 +245,7 @@ def test_leaving_tells_all_shards_before_it_waits_for_one(monkeypatch):
         model = make_model()
         optimizer = dgs(model, server, settings=QUICK)
         train_step(model, optimizer, *make_data())
-        for shard in optimizer._run.shards:
+        for shard in run_of(optimizer).shards:
             monkeypatch.setattr(shard.connection.stub, "Leave", Leave())
         optimizer.close()
     assert heard == [3, 3, 3]

@@ -21,6 +21,7 @@ from tests.system.tools import (
     go_on,
     make_data,
     make_model,
+    run_of,
     stop,
     train_step,
     wait_until,
@@ -181,7 +182,7 @@ def test_a_lost_lease_is_had_again_without_a_word():
         model = make_model(batch_norm=False)
         optimizer = drop(model, server)
         train_step(model, optimizer, *make_data())
-        optimizer._run.leases.stop()  # no renewal any more
+        run_of(optimizer).leases.stop()  # no renewal any more
         wait_until(lambda: not status(server).workers)
         train_step(model, optimizer, *make_data())
         assert optimizer.version == 2
@@ -198,7 +199,7 @@ def test_a_lost_lease_in_topk_mode_costs_one_full_reply():
             return optimizer.report.reply_mode
 
         wait_until(lambda: step() == "topk")  # on a machine with other load a lease may end between two steps
-        optimizer._run.leases.stop()
+        run_of(optimizer).leases.stop()
         wait_until(lambda: not status(server).workers)
         assert step() == "exact"
         assert_same_parameters(model, server.server)

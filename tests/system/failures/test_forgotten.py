@@ -11,7 +11,7 @@ import torch
 import psclient
 from psclient.rpc.local_server import LocalServer
 from tests.system.operating.asking import worker_ids
-from tests.system.tools import QUICK, make_data, make_model, train_step, wait_until
+from tests.system.tools import QUICK, make_data, make_model, own_server, train_step, wait_until
 
 
 def dgs(model, **options):
@@ -80,7 +80,7 @@ def test_the_class_of_its_model_is_as_it_was():
 def test_its_embedded_server_stops():
     model = make_model()
     optimizer = dgs(model)
-    (process,) = optimizer._lifecycle._own_server.processes
+    (process,) = own_server(optimizer).processes
     train_step(model, optimizer, *make_data())
     del optimizer
     gc.collect()

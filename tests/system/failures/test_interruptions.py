@@ -12,7 +12,7 @@ import torch
 import psclient
 from psclient.rpc.local_server import LocalServer
 from tests.system.operating.asking import status
-from tests.system.tools import QUICK, go_on, make_data, make_model, stop, train_step, wait_until
+from tests.system.tools import QUICK, engine_of, go_on, local_steps, make_data, make_model, stop, train_step, wait_until
 from tests.system.training.test_overlap import linear, overlapping
 
 IN_PARTS = QUICK.model_copy(update={"bucket_bytes": 1})
@@ -42,18 +42,18 @@ def interrupt_and_wait_until(caught):
 def test_a_step_that_is_interrupted_behind_its_commit_counts_once(after):
     layer, caught = linear(), threading.Event()
     with LocalServer(down_mode="exact") as server, overlapping(layer, server, psclient.ASGD, lr=1.0) as optimizer:
-        commit = optimizer._engine.commit
+        commit = engine_of(optimizer).commit
 
         def commit_and_interrupt(report):
             commit(report)
             wait_until(lambda: status(server).version == 1)
             interrupt_and_wait_until(caught)
 
-        optimizer._engine.commit = commit_and_interrupt
+        engine_of(optimizer).commit = commit_and_interrupt
         backward(layer)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
-        optimizer._engine.commit = commit
+        engine_of(optimizer).commit = commit
         caught.set()
         getattr(optimizer, after)()
         optimizer.zero_grad()
@@ -66,22 +66,22 @@ def test_a_step_that_is_interrupted_behind_its_commit_counts_once(after):
 def test_a_step_that_is_interrupted_while_it_waits_for_a_reply_is_completed_by_calling_it_again():
     layer, waiting, caught = linear(), threading.Event(), threading.Event()
     with LocalServer(down_mode="exact") as server, overlapping(layer, server, psclient.ASGD, lr=1.0) as optimizer:
-        fetch, collect = optimizer._engine.fetch, optimizer._engine.overlap.collect
+        fetch, collect = engine_of(optimizer).fetch, engine_of(optimizer).overlap.collect
 
         def fetch_late():
             assert waiting.wait(30)
             interrupt_and_wait_until(caught)
             return fetch()
 
-        optimizer._engine.fetch = fetch_late
+        engine_of(optimizer).fetch = fetch_late
         backward(layer)
         optimizer.step()
         optimizer.zero_grad()
-        optimizer._engine.overlap.collect = lambda seconds=None: (waiting.set(), collect(seconds))[1]
+        engine_of(optimizer).overlap.collect = lambda seconds=None: (waiting.set(), collect(seconds))[1]
         backward(layer)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
-        optimizer._engine.fetch = fetch
+        engine_of(optimizer).fetch = fetch
         caught.set()
         optimizer.step()
         assert moved(layer) == optimizer.version == 2
@@ -94,14 +94,14 @@ def test_a_step_that_ends_after_its_interrupt_is_not_taken_again_with_the_same_g
         LocalServer(down_mode="exact") as server,
         psclient.ASGD(layer.parameters(), lr=1.0, model=layer, server=server.server, settings=QUICK) as optimizer,
     ):
-        done = getattr(optimizer._engine, where)
+        done = getattr(engine_of(optimizer), where)
 
         def interrupted(*given):
-            setattr(optimizer._engine, where, done)
+            setattr(engine_of(optimizer), where, done)
             os.kill(os.getpid(), signal.SIGINT)
             return done(*given)
 
-        setattr(optimizer._engine, where, interrupted)
+        setattr(engine_of(optimizer), where, interrupted)
         backward(layer)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
@@ -123,7 +123,7 @@ def test_a_local_step_that_ends_after_its_interrupt_is_not_taken_again_with_the_
             optimizer.step()
         inner.step = take
         optimizer.step()
-        assert moved(layer) == optimizer._local_steps == 1
+        assert moved(layer) == local_steps(optimizer) == 1
 
 
 def test_an_optimizer_is_gone_without_a_collector_after_an_error_that_was_caught():
@@ -153,7 +153,7 @@ def test_differences_whose_adding_was_interrupted_are_not_added_twice(overlap):
     ):
         for _ in range(4):
             train_step(model, optimizer, *make_data())
-        replica = optimizer._engine.replica
+        replica = engine_of(optimizer).replica
         add = replica.add
 
         def add_and_interrupt(segments):
@@ -177,8 +177,8 @@ def test_a_push_in_doubt_has_one_patience_and_is_reported_once():
         LocalServer(down_mode="exact", lease_seconds=60) as server,
         overlapping(layer, server, psclient.ASGD, lr=1.0, settings=IN_PARTS) as optimizer,
     ):
-        await_ack, awaited = optimizer._engine.await_ack, []
-        optimizer._engine.await_ack = lambda report: (awaited.append(report), await_ack(report))[1]
+        await_ack, awaited = engine_of(optimizer).await_ack, []
+        engine_of(optimizer).await_ack = lambda report: (awaited.append(report), await_ack(report))[1]
         backward(layer)
         stop(server, optimizer)
         optimizer.step()  # its acknowledgement is awaited in the background

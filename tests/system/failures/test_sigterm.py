@@ -11,7 +11,7 @@ import torch
 
 import psclient
 from psclient.rpc.local_server import LocalServer
-from tests.system.tools import QUICK
+from tests.system.tools import QUICK, own_server
 
 ENTRIES = 1000
 
@@ -74,12 +74,6 @@ def run(server, *arguments):
     program = [sys.executable, "-c", SCRIPT, server.server, *arguments]
     done = subprocess.run(program, capture_output=True, text=True, timeout=100)
     return done.returncode, done.stdout, done.stderr
-
-
-@pytest.fixture
-def server():
-    with LocalServer(down_mode="exact", lease_seconds=60) as running:
-        yield running
 
 
 def pushed(server):
@@ -210,7 +204,7 @@ def test_an_optimizer_is_closed_from_any_thread_and_its_server_stops():
     before = signal.getsignal(signal.SIGTERM)
     w = torch.nn.Parameter(torch.zeros(10))
     optimizer = psclient.ASGD([w], lr=1.0, settings=QUICK)
-    (process,) = optimizer._lifecycle._own_server.processes
+    (process,) = own_server(optimizer).processes
     errors = []
 
     def close():

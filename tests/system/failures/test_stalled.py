@@ -16,7 +16,7 @@ from pscore.wire.errors import ErrorCode
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from tests.system.raw import TIMEOUT, N, dense_chunk, joined
-from tests.system.tools import QUICK, assert_same_parameters, wait_until
+from tests.system.tools import QUICK, assert_same_parameters, run_of, wait_until
 
 IDLE = 0.4
 SERVICE = "/sparseps.v1.ParameterServerService/"
@@ -268,8 +268,8 @@ def test_memory_stays_flat_however_many_streams_are_broken_off():
         process = psutil.Process(server.processes[0].pid)
         channel = grpc.insecure_channel(server.addresses[0])
         stub = ParameterServerServiceStub(channel)
-        shard = optimizer._run.shards[0]
-        opening = pb.PushHeader(identity=optimizer._run.identity, generation=shard.generation)
+        shard = run_of(optimizer).shards[0]
+        opening = pb.PushHeader(identity=run_of(optimizer).identity, generation=shard.generation)
         opening.step = 1 << 40
         opening.plan.add(start=0, length=size)
         values = ONE * size

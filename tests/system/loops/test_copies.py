@@ -7,10 +7,9 @@ import pickle
 import pytest
 import torch
 
-import psclient
 from psclient.errors import CopyRefusedError
 from psclient.rpc.local_server import LocalServer
-from tests.system.tools import QUICK, make_data, make_model, train_step
+from tests.system.tools import make_data, make_model, optimizer_of, train_step
 
 COPIES = {
     "copy": copy.copy,
@@ -30,7 +29,7 @@ def server():
 @pytest.mark.parametrize("kind", COPIES)
 def test_copying_is_refused_and_training_goes_on(server, kind):
     model = make_model()
-    with psclient.DGS(model.parameters(), lr=0.1, model=model, server=server, worker=kind, settings=QUICK) as optimizer:
+    with optimizer_of("dgs", model, server=server, worker=kind) as optimizer:
         with pytest.raises(CopyRefusedError, match=r"DGS.*state_dict\(\).*new optimizer"):
             COPIES[kind](optimizer)
         before = optimizer.version
@@ -40,7 +39,7 @@ def test_copying_is_refused_and_training_goes_on(server, kind):
 
 def test_its_state_can_be_copied(server):
     model = make_model()
-    with psclient.DGS(model.parameters(), lr=0.1, model=model, server=server, settings=QUICK) as optimizer:
+    with optimizer_of("dgs", model, server=server) as optimizer:
         train_step(model, optimizer, *make_data())
         copied = copy.deepcopy(optimizer.state_dict())
         optimizer.load_state_dict(copied)

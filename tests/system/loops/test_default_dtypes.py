@@ -1,6 +1,7 @@
 """Torch's default dtype and device are the program's: whatever they are, the same bytes travel and are saved."""
 
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import psclient
-from tests.system.tools import QUICK
+from tests.system.tools import optimizer_of
 
 DEFAULTS = {
     "float64": lambda: torch.set_default_dtype(torch.float64),
@@ -45,7 +46,7 @@ def trained(make, sizes, dtype, path):
     with psclient.LocalServer(down_mode="exact") as server:
         for worker in ("first", "second"):
             model = model_of(sizes, dtype)
-            with make(model, server=server, worker=worker, settings=QUICK) as optimizer:
+            with make(model, lr=0.01, server=server, worker=worker) as optimizer:
                 for seed in range(3):
                     generator = torch.Generator().manual_seed(seed)
                     shape = (8, sizes[0][0])
@@ -63,26 +64,17 @@ def trained(make, sizes, dtype, path):
     return found
 
 
-def dgs(model, **options):
-    return psclient.DGS(model.parameters(), lr=0.01, weight_decay=0.01, density=0.1, model=model, **options)
-
-
-def adam(model, **options):
-    return psclient.ServerOptimizer(model.parameters(), "AdamW", {"lr": 0.01}, model=model, **options)
-
-
-def outer(model, **options):
-    return psclient.Outer(torch.optim.SGD(model.parameters(), lr=0.01), sync_every=2, model=model, **options)
+DGS = partial(optimizer_of, "dgs", weight_decay=0.01, density=0.1)
 
 
 @pytest.mark.parametrize(
     ("make", "sizes", "dtype"),
     [
-        (dgs, [(5, 4)], torch.float32),
-        (dgs, [(200, 100), (100, 10)], torch.float32),
-        (dgs, [(200, 100), (100, 10)], torch.bfloat16),
-        (adam, [(5, 4)], torch.float32),
-        (outer, [(5, 4)], torch.float32),
+        (DGS, [(5, 4)], torch.float32),
+        (DGS, [(200, 100), (100, 10)], torch.float32),
+        (DGS, [(200, 100), (100, 10)], torch.bfloat16),
+        (partial(optimizer_of, "adamw"), [(5, 4)], torch.float32),
+        (partial(optimizer_of, "outer"), [(5, 4)], torch.float32),
     ],
     ids=["dgs-small", "dgs", "dgs-bf16", "adam", "outer"],
 )

@@ -10,35 +10,31 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import psclient
 from psclient.errors import ConfigurationError
-from tests.system.tools import QUICK, make_data, make_model, train_step
+from tests.system.tools import QUICK, make_data, make_model, optimizer_of, train_step
 
 RATE = 0.05
 
 
-def outer(parameters, **options):
-    inner = torch.optim.AdamW(parameters, lr=RATE)
-    return psclient.Outer(inner, sync_every=2, density=0.1, **options)
-
-
-def server_adam(parameters, **options):
-    return psclient.ServerOptimizer(parameters, "AdamW", {"lr": RATE}, density=0.1, **options)
-
-
 METHODS = {
-    "dgs": lambda parameters, **options: psclient.DGS(parameters, lr=RATE, density=0.1, **options),
-    "dgc": lambda parameters, **options: psclient.DGC(parameters, lr=RATE, density=0.1, **options),
-    "asgd": lambda parameters, **options: psclient.ASGD(parameters, lr=RATE, momentum=0.5, **options),
-    "ssgd": lambda parameters, **options: psclient.SSGD(parameters, lr=RATE, density=0.1, **options),
-    "server_adam": server_adam,
-    "outer": outer,
+    "dgs": {"density": 0.1},
+    "dgc": {"density": 0.1},
+    "asgd": {"momentum": 0.5},
+    "ssgd": {"density": 0.1},
+    "adamw": {"density": 0.1},
+    "outer": {},
 }
 
 
-def made(name, server, **options):
+def made(name, server):
     model = make_model(batch_norm=False)
     model.unused = nn.Linear(3, 3)
     model.forward = lambda x: model[2](model[1](model[0](x)))
-    return model, METHODS[name](model.parameters(), model=model, server=server, worker="w", settings=QUICK, **options)
+    if name == "outer":  # of an inner optimizer with moments
+        inner = torch.optim.AdamW(model.parameters(), lr=RATE)
+        return model, psclient.Outer(
+            inner, sync_every=2, density=0.1, model=model, server=server, worker="w", settings=QUICK
+        )
+    return model, optimizer_of(name, model, RATE, server=server, worker="w", **METHODS[name])
 
 
 def memories(optimizer):

@@ -9,7 +9,7 @@ import psclient
 from psclient.errors import ConfigurationError, ModelChangedError, ModelLoadedError
 from psclient.rpc.local_server import LocalServer
 from psclient.rpc.shard_stream import ShardStream
-from tests.system.tools import QUICK, make_data, make_model, train_step
+from tests.system.tools import make_data, make_model, optimizer_of, train_step
 
 ON_LOAD = [None, "server", "replace"]
 
@@ -35,37 +35,12 @@ WAYS = {
 }
 
 
-def dgs(model, server, **options):
-    return psclient.DGS(model.parameters(), lr=1e-3, density=0.1, model=model, server=server, settings=QUICK, **options)
+def of(method, **given):
+    return lambda model, server, **options: optimizer_of(method, model, 1e-3, server=server, **given, **options)
 
 
-def asgd(model, server, **options):
-    return psclient.ASGD(model.parameters(), lr=1e-3, model=model, server=server, settings=QUICK, **options)
-
-
-def overlap(model, server, **options):
-    return asgd(model, server, overlap=True, **options)
-
-
-def rounds(model, server, **options):
-    return psclient.SSGD(model.parameters(), lr=1e-3, model=model, server=server, settings=QUICK, **options)
-
-
-def wagma(model, server, **options):
-    inner = torch.optim.SGD(model.parameters(), lr=1e-3)
-    return psclient.WAGMA(inner, model=model, server=server, settings=QUICK, **options)
-
-
-def outer(model, server, **options):
-    inner = torch.optim.SGD(model.parameters(), lr=1e-3)
-    return psclient.Outer(inner, None, sync_every=2, model=model, server=server, settings=QUICK, **options)
-
-
-def server_optimizer(model, server, **options):
-    options |= {"model": model, "server": server, "settings": QUICK}
-    return psclient.ServerOptimizer(model.parameters(), "SGD", {"lr": 1e-3}, **options)
-
-
+dgs, asgd, overlap, wagma = of("dgs", density=0.1), of("asgd"), of("overlap"), of("wagma")
+outer, server_optimizer = of("outer", outer_optimizer=None), of("sgd")
 CASES = [*((method, 1) for method in (dgs, asgd, overlap, outer, server_optimizer, wagma)), (dgs, 2), (outer, 2)]
 """Methods, and numbers of shards."""
 
@@ -229,9 +204,8 @@ def test_a_restart_of_a_worker_with_a_checkpoint_goes_on_at_the_server(server, c
 @pytest.mark.parametrize("shards", [2])
 def test_an_upload_that_breaks_between_two_shards_stops_nobody(server, monkeypatch):
     first, second = make_model(batch_norm=False), make_model(seed=7, batch_norm=False)
-    options = {"density": 0.1, "server": server, "settings": QUICK}
-    with psclient.DGS(second.parameters(), lr=1e-3, model=second, worker="b", **options) as two:
-        one = psclient.DGS(first.parameters(), lr=1e-3, model=first, worker="a", on_load="replace", **options)
+    with dgs(second, server, worker="b") as two:
+        one = dgs(first, server, worker="a", on_load="replace")
         steps(second, two)
         two.pull()
         before = mean(second)

@@ -10,7 +10,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import psclient
 from psclient.errors import ConfigurationError, FingerprintMismatchError, ModelChangedError
 from psclient.rpc.local_server import LocalServer
-from tests.system.tools import QUICK, make_data, make_model, train_step
+from tests.system.tools import QUICK, make_data, make_model, optimizer_of, train_step
 
 NOWHERE = "127.0.0.1:9"
 
@@ -186,9 +186,7 @@ def test_a_first_model_that_is_not_finite_is_named(value, shards):
 METHODS = {
     "DGS": lambda model, server: joined(model, server),
     "overlap": lambda model, server: joined(model, server, overlap=True),
-    "Outer": lambda model, server: psclient.Outer(
-        torch.optim.SGD(model.parameters(), lr=0.1), sync_every=2, model=model, server=server, settings=QUICK
-    ),
+    "Outer": lambda model, server: optimizer_of("outer", model, server=server),
     "bare": lambda model, server: psclient.DGS(model.parameters(), lr=0.1, server=server, settings=QUICK),
 }
 

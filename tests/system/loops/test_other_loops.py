@@ -3,7 +3,6 @@
 import copy
 import logging
 import re
-from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
@@ -14,17 +13,10 @@ from torch import nn
 
 import psclient
 from psclient.errors import ConfigurationError, FingerprintMismatchError
-from psclient.rpc.local_server import LocalServer
-from tests.system.tools import QUICK, make_data, make_model, train_step
+from tests.system.tools import QUICK, make_data, make_model, optimizer_of, train_step
 
 TRAINING = Path(__file__).parents[3] / "docs" / "guide" / "training.md"
 NOISE, REAL = 4, 2
-
-
-@pytest.fixture
-def server():
-    with LocalServer(down_mode="exact") as running:
-        yield running
 
 
 class Digits(nn.Module):
@@ -41,9 +33,7 @@ class Digits(nn.Module):
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 def test_samples_of_a_step_that_calls_a_part_of_the_model_are_counted(server, overlap):
     model = Digits()
-    with psclient.DGS(
-        model.parameters(), lr=0.1, model=model, server=server, settings=QUICK, overlap=overlap
-    ) as optimizer:
+    with optimizer_of("dgs", model, server=server, overlap=overlap) as optimizer:
         for start in range(0, 100, 32):
             x, y = make_data(count=100)
             optimizer.zero_grad()
@@ -54,7 +44,7 @@ def test_samples_of_a_step_that_calls_a_part_of_the_model_are_counted(server, ov
 
 def test_a_state_that_is_a_vector_is_told_once_with_the_way_out(server, caplog):
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    with psclient.ASGD(model.parameters(), lr=0.1, model=model, server=server, settings=QUICK) as optimizer:
+    with optimizer_of("asgd", model, server=server) as optimizer:
 
         def told(**given):
             before = optimizer.totals.samples
@@ -76,26 +66,20 @@ def into_queue(model):
 
 
 @pytest.mark.parametrize("share", [nn.Module.share_memory, into_queue])
-@pytest.mark.parametrize("method", [psclient.ASGD, psclient.WAGMA, partial(psclient.Outer, sync_every=2)])
+@pytest.mark.parametrize("method", ["asgd", "wagma", "outer"])
 def test_a_model_in_shared_memory_is_refused_and_a_copy_of_it_is_not(server, share, method):
-    def make(model):
-        options = {"model": model, "server": server, "settings": QUICK}
-        if method is psclient.ASGD:
-            return method(model.parameters(), lr=0.1, **options)
-        return method(torch.optim.SGD(model.parameters(), lr=0.1), **options)
-
     model = make_model()
     share(model)
     with pytest.raises(ConfigurationError, match=r"'0\.weight' is in shared memory.*copy\.deepcopy\(model\)"):
-        make(model)
+        optimizer_of(method, model, server=server)
     own = copy.deepcopy(model)
-    with make(own) as optimizer:
+    with optimizer_of(method, own, server=server) as optimizer:
         train_step(own, optimizer, *make_data())
 
 
 def test_a_model_that_is_shared_after_the_optimizer_is_made_is_refused_at_the_first_step(server):
     model = make_model()
-    with psclient.ASGD(model.parameters(), lr=0.1, model=model, server=server, settings=QUICK) as optimizer:
+    with optimizer_of("asgd", model, server=server) as optimizer:
         model.share_memory()
         with pytest.raises(ConfigurationError, match="shared memory"):
             train_step(model, optimizer, *make_data())
@@ -106,7 +90,7 @@ def test_a_model_whose_file_is_mapped_is_not_shared(server, tmp_path):
     model = make_model()
     torch.save(model.state_dict(), tmp_path / "model.pt")
     model.load_state_dict(torch.load(tmp_path / "model.pt", mmap=True), assign=True)
-    with psclient.ASGD(model.parameters(), lr=0.1, model=model, server=server, settings=QUICK) as optimizer:
+    with optimizer_of("asgd", model, server=server) as optimizer:
         train_step(model, optimizer, *make_data())
 
 

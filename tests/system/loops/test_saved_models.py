@@ -14,7 +14,7 @@ from torch import nn
 
 import psclient
 from psclient.rpc.local_server import LocalServer
-from tests.system.tools import QUICK, make_data, make_model, train_step, wait_until
+from tests.system.tools import QUICK, engine_of, make_data, make_model, train_step, wait_until
 
 X, Y = make_data(count=6)
 LOADING = """
@@ -112,7 +112,7 @@ def test_a_model_can_be_scripted_traced_exported_and_saved_in_training(optimizer
     model = Net()
     made = optimizer(model, overlap=overlap)
     wanted = model(X)
-    before = made._engine.samples_waiting
+    before = engine_of(made).samples_waiting
     forms = {
         "script": torch.jit.script(model),
         "trace": torch.jit.trace(model, X, check_trace=False),  # a check would call the model
@@ -125,7 +125,7 @@ def test_a_model_can_be_scripted_traced_exported_and_saved_in_training(optimizer
     for name in ("script", "trace"):
         torch.jit.save(forms[name], io.BytesIO())
     assert "psclient" not in str(forms["fx"].code) + str(forms["script"].code) + str(forms["export"].graph)
-    assert made._engine.samples_waiting == before, "a model that is traced trains nothing"
+    assert engine_of(made).samples_waiting == before, "a model that is traced trains nothing"
     made.zero_grad()
 
 

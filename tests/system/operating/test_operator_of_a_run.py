@@ -19,7 +19,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psservice.operator.client import call
 from tests.system.operating.asking import health, refused, run, run_json, status, versions
-from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step, wait_until
+from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, run_of, train_step, wait_until
 
 
 def test_the_same_shard_under_two_names_is_noticed_before_anything_is_done(two_shards, worker, capsys):
@@ -95,7 +95,7 @@ def test_drain_waits_for_a_push_that_is_under_way(two_shards, worker, capsys):
     commit = threading.Event()
 
     def messages():
-        identity = optimizer._run.identity
+        identity = run_of(optimizer).identity
         header = pb.PushHeader(
             identity=identity, step=1000, generation=shard.generation, base_version=shard.version, samples=1
         )

@@ -21,7 +21,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cli import main as cli
 from psservice.operator.client import call
 from tests.system.operating.asking import metrics, status
-from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step, wait_until
+from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, run_of, train_step, wait_until
 
 SHARDS = 3
 START_SECONDS = 60
@@ -94,7 +94,7 @@ def test_one_address_is_enough_for_workers_and_operators(tmp_path, capsys):
         optimizer = dgs(model, command.address, worker="w")
         for _ in range(3):
             train_step(model, optimizer, *make_data())
-        assert [shard.address for shard in optimizer._run.shards] == [command.address_of(i) for i in range(SHARDS)]
+        assert [shard.address for shard in run_of(optimizer).shards] == [command.address_of(i) for i in range(SHARDS)]
         assert_same_parameters(model, command.address)
         for any_shard in range(SHARDS):
             code, rows = run_json(capsys, "status", command.address_of(any_shard))

@@ -4,18 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-import psclient
 from psclient.errors import ServerUnreachableError
 from psclient.rpc.local_server import LocalServer
-from tests.system.tools import QUICK, go_on, stop
+from tests.system.tools import QUICK, go_on, optimizer_of, stop
 
-MAKERS = {
-    "asgd": lambda layer, **options: psclient.ASGD(layer.parameters(), lr=1.0, model=layer, **options),
-    "overlap": lambda layer, **options: psclient.ASGD(layer.parameters(), lr=1.0, model=layer, overlap=True, **options),
-    "outer": lambda layer, **options: psclient.Outer(
-        torch.optim.SGD(layer.parameters(), lr=1.0), None, sync_every=1, model=layer, **options
-    ),
-}
+OPTIONS = {"asgd": {}, "overlap": {}, "outer": {"sync_every": 1, "outer_optimizer": None}}
+
+
+def maker(kind, layer, **options):
+    return optimizer_of(kind, layer, lr=1.0, **OPTIONS[kind], **options)
 
 
 def constant():
@@ -44,12 +41,12 @@ HASTY = QUICK.model_copy(update={"patience_seconds": 8})
 """Of an exchange that was under way already when the server has stopped."""
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", OPTIONS)
 def test_a_batch_is_pushed_once_where_its_step_is_called_again(kind):
     layer, calls, errors = constant(), [], 0
     with (
         LocalServer(down_mode="exact", lease_seconds=60) as server,
-        MAKERS[kind](layer, server=server, settings=HASTY) as optimizer,
+        maker(kind, layer, server=server, settings=HASTY) as optimizer,
     ):
         for batch in range(4):
             if batch == 1:
@@ -74,7 +71,7 @@ def test_zero_grad_says_that_the_next_batch_comes(kind):
     layer, calls = constant(), []
     with (
         LocalServer(down_mode="exact", lease_seconds=60) as server,
-        MAKERS[kind](layer, server=server, settings=QUICK) as optimizer,
+        maker(kind, layer, server=server, settings=QUICK) as optimizer,
     ):
         stop(server, optimizer)
         with pytest.raises(ServerUnreachableError):

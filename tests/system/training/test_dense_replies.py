@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import psclient
-from tests.system.tools import QUICK
+from tests.system.tools import QUICK, optimizer_of
 
 STEPS = 24
 
@@ -45,12 +45,12 @@ def train(model: Experts, optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 METHODS = {
-    "asgd": lambda m, **c: psclient.ASGD(m.parameters(), lr=0.5, **c),
-    "adamw": lambda m, **c: psclient.ServerOptimizer(m.parameters(), "AdamW", {"lr": 1e-3}, **c),
-    "rmsprop": lambda m, **c: psclient.ServerRMSprop(m.parameters(), density=1.0, **c),
-    "dgs": lambda m, **c: psclient.DGS(m.parameters(), lr=0.1, momentum=0.5, density=1.0, **c),
-    "schedule": lambda m, **c: psclient.DGS(m.parameters(), lr=0.1, density=lambda step: 1.0, **c),
-    "outer": lambda m, **c: psclient.Outer(torch.optim.SGD(m.parameters(), lr=0.1), sync_every=1, **c),
+    "asgd": {"lr": 0.5},
+    "adamw": {"lr": 1e-3},
+    "rmsprop": {"lr": 0.01, "density": 1.0},
+    "dgs": {"momentum": 0.5, "density": 1.0},
+    "dgs, a schedule": {"density": lambda step: 1.0},
+    "outer": {"sync_every": 1},
 }
 
 
@@ -61,7 +61,7 @@ def test_a_dense_method_is_answered_exactly_where_a_step_touches_a_part_of_the_m
         model = make_experts()
         with (
             psclient.LocalServer(down_mode=mode) as server,
-            METHODS[method](model, model=model, server=server, worker="w-0", settings=QUICK) as optimizer,
+            optimizer_of(method.partition(",")[0], model, server=server, worker="w-0", **METHODS[method]) as optimizer,
         ):
             losses[mode] = train(model, optimizer)
             assert optimizer.report.reply_mode == "exact"
@@ -73,7 +73,7 @@ def test_dense_asgd_of_experts_is_sgd():
     reference = copy.deepcopy(model)
     with (
         psclient.LocalServer() as server,
-        psclient.ASGD(model.parameters(), lr=0.5, model=model, server=server, settings=QUICK) as optimizer,
+        optimizer_of("asgd", model, lr=0.5, server=server) as optimizer,
     ):
         mine = train(model, optimizer)
     theirs = train(reference, torch.optim.SGD(reference.parameters(), lr=0.5))
@@ -85,14 +85,8 @@ def test_a_schedule_that_ends_below_1_gets_its_sparse_replies_then():
     settings = QUICK.model_copy(update={"dense_below": 0})
     with (
         psclient.LocalServer(down_dense_below=0) as server,
-        psclient.ServerOptimizer(
-            model.parameters(),
-            "AdamW",
-            {"lr": 1e-3},
-            density=lambda step: 1.0 if step <= 12 else 0.02,
-            model=model,
-            server=server,
-            settings=settings,
+        optimizer_of(
+            "adamw", model, 1e-3, density=lambda step: 1.0 if step <= 12 else 0.02, server=server, settings=settings
         ) as optimizer,
     ):
         train(model, optimizer)
@@ -104,7 +98,7 @@ def test_an_operator_who_wants_topk_replies_gets_them():
     model = make_experts()
     with (
         psclient.LocalServer(down_mode="topk", down_dense_below=0) as server,
-        psclient.ASGD(model.parameters(), lr=0.5, model=model, server=server, settings=QUICK) as optimizer,
+        optimizer_of("asgd", model, lr=0.5, server=server) as optimizer,
     ):
         train(model, optimizer)
         assert optimizer.report.reply_mode == "topk"

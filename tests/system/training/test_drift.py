@@ -4,19 +4,11 @@ import copy
 import logging
 
 import pytest
-import torch
 from torch import nn
 
-import psclient
-from tests.system.tools import QUICK, make_data, make_model, train_step
+from tests.system.tools import QUICK, make_data, make_model, optimizer_of, train_step
 
 STEPS = 40  # the first look comes after the first step
-
-
-@pytest.fixture
-def server():
-    with psclient.LocalServer(down_mode="exact") as running:
-        yield running
 
 
 def said(caplog):
@@ -31,7 +23,7 @@ def train(model, optimizer, steps=STEPS, after=lambda: None):
 
 
 def dgs(model, server, **options):
-    return psclient.DGS(model.parameters(), lr=0.05, model=model, server=server, settings=QUICK, **options)
+    return optimizer_of("dgs", model, 0.05, server=server, **options)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -65,8 +57,7 @@ def test_a_write_to_one_tensor_names_it(server, caplog):
 def frozen(model, server):
     """A teacher that follows the student, frozen and on the server."""
     both = nn.ModuleDict({"student": model, "teacher": copy.deepcopy(model).requires_grad_(False)})
-    settings = QUICK.model_copy(update={"upload_frozen": True})
-    optimizer = psclient.DGS(both.parameters(), lr=0.05, model=both, server=server, settings=settings)
+    optimizer = dgs(both, server, settings=QUICK.model_copy(update={"upload_frozen": True}))
     pairs = [*zip(both["teacher"].parameters(), model.parameters(), strict=True)]
     return optimizer, lambda: [teacher.data.lerp_(student.data, 0.1) for teacher, student in pairs]
 
@@ -87,8 +78,7 @@ def swapped(model, server):
 
 def local(model, server):
     """What is written between local steps travels with their difference."""
-    inner = torch.optim.SGD(model.parameters(), lr=0.05)
-    optimizer = psclient.Outer(inner, sync_every=2, model=model, server=server, settings=QUICK)
+    optimizer = optimizer_of("outer", model, 0.05, server=server)
     return optimizer, lambda: [parameter.data.mul_(0.999) for parameter in model.parameters()]
 
 

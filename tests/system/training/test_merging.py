@@ -11,7 +11,7 @@ from torch import nn
 import psclient
 from psclient.errors import ConfigurationError
 from psclient.rpc.local_server import LocalServer
-from tests.system.tools import QUICK, make_data, make_model, train_step
+from tests.system.tools import QUICK, engine_of, make_data, make_model, train_step
 
 SIZES = (40, 7, 300, 1, 120, 60)
 SETTINGS = QUICK.model_copy(update={"bucket_bytes": 400})
@@ -53,7 +53,7 @@ def test_what_was_accumulated_is_applied_or_held_through_groups_that_change_at_e
         ) as optimizer,
     ):
         for groups in shuffled:
-            optimizer._engine._grouping.groups = groups
+            engine_of(optimizer)._grouping.groups = groups
             inputs = make_inputs(generator)
             for total, x in zip(accumulated, inputs, strict=True):
                 total += 0.5 * x
@@ -85,7 +85,7 @@ def test_a_worker_with_overlap_merges_by_what_it_has_measured(caplog):
         assert losses[-1] < losses[0]
         optimizer.pull()
     assert sum("tensors travel in" in each.getMessage() for each in caplog.records) == 1
-    groups = optimizer._engine.groups
+    groups = engine_of(optimizer).groups
     assert sorted(position for group in groups for position in group) == list(range(len(list(model.parameters()))))
 
 
@@ -107,7 +107,7 @@ def test_layers_get_densities_of_their_own_and_lose_nothing():
             model(inputs).backward()
             optimizer.step()
         optimizer.pull()
-        densities = optimizer._engine._grouping.densities
+        densities = engine_of(optimizer)._grouping.densities
         assert sorted(densities) == list(range(len(SIZES)))
         assert all(0.01 <= density <= 0.5 for density in densities.values())
         for total, layer in zip(accumulated, model.layers, strict=True):

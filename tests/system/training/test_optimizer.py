@@ -27,12 +27,6 @@ from pscore.selection.cuda.launches import DeviceKernels
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step
 
 
-@pytest.fixture
-def server():
-    with LocalServer(down_mode="exact") as running:
-        yield running
-
-
 def dgs(model, server, **options):
     options = {"lr": 0.1, "momentum": 0.5, "density": 0.1, "model": model, "settings": QUICK} | options
     params = options.pop("params", None) or model.parameters()

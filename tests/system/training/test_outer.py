@@ -10,7 +10,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import psclient
 from psclient.errors import ConfigurationError, NonFiniteGradientError, ServerUnreachableError
-from tests.system.tools import QUICK, assert_close, assert_same_parameters, at_once, make_data, make_model, train_step
+from tests.system.tools import (
+    QUICK,
+    assert_close,
+    assert_same_parameters,
+    at_once,
+    engine_of,
+    local_steps,
+    make_data,
+    make_model,
+    train_step,
+)
 
 ADAM = {"lr": 0.01}
 
@@ -82,7 +92,7 @@ def test_what_is_not_sent_is_kept_and_a_flush_hands_in_everything():
         optimizer._steps.inner = _Watched(optimizer.inner_optimizer, mine, done)
         for step in range(10):
             train_step(mine, optimizer, *make_data(seed=step, count=32))
-        assert optimizer._local_steps == 1
+        assert local_steps(optimizer) == 1
         assert any(bool(optimizer.state[p]["residual"].any()) for p in mine.parameters())
         optimizer.flush()
         optimizer.pull()
@@ -120,7 +130,7 @@ def test_a_pull_between_keeps_the_local_steps():
             train_step(one, first, *make_data(seed=step, count=32))
         before = values(one)
         first.pull()
-        assert first._local_steps == 2
+        assert local_steps(first) == 2
         for now, was, change in zip(values(one), before, moved, strict=True):
             torch.testing.assert_close(now, was + change, rtol=1e-4, atol=1e-6)
 
@@ -143,7 +153,7 @@ def test_a_lost_server_is_waited_for_and_nothing_is_lost_or_pushed_twice(tmp_pat
                 train_step(there, optimizer, *batch)
             server.restart()
             once_more(optimizer)  # as the error says; no gradient has changed since
-            assert optimizer._local_steps == 0
+            assert local_steps(optimizer) == 0
         assert optimizer.version == 2
         assert_close(there, here, 1e-5, 1e-6)
 
@@ -272,7 +282,7 @@ def test_elastic_epochs_hand_the_last_local_steps_in():
                 train_step(mine, optimizer, x[batch], y[batch])
                 for sample in batch.tolist():
                     seen[sample] += 1
-        assert optimizer._local_steps == 0
+        assert local_steps(optimizer) == 0
     assert seen == [2] * 100
 
 
@@ -296,14 +306,14 @@ def test_a_pull_that_fails_half_way_is_no_step_of_this_worker(monkeypatch):
         ):
             train_step(other, others, *make_data(seed=1, count=32))
             expected = values(other)
-            pull = optimizer._engine._pull
+            pull = engine_of(optimizer)._pull
 
             def interrupted():
                 pull()
                 raise KeyboardInterrupt
 
             with monkeypatch.context() as patch:
-                patch.setattr(optimizer._engine, "_pull", interrupted)
+                patch.setattr(engine_of(optimizer), "_pull", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     optimizer.pull()
             optimizer.flush()
@@ -340,7 +350,7 @@ def test_handing_in_is_a_push_like_any_other_and_keeps_the_error():
         version, after_a_period = optimizer.version, optimizer.report.push_entries
         train_step(mine, optimizer, *make_data(seed=4, count=32))
         optimizer._flush_on_exit()
-        assert optimizer._local_steps == 0
+        assert local_steps(optimizer) == 0
         assert optimizer.version == version + 1
         assert optimizer.report.push_entries <= 1.3 * after_a_period
         assert all(bool(optimizer.state[p]["residual"].any()) for p in mine.parameters() if p.numel() > 10)

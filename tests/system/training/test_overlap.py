@@ -17,6 +17,7 @@ from psclient.settings import ClientSettings
 from tests.system.tools import (
     QUICK,
     assert_same_parameters,
+    engine_of,
     go_on,
     make_data,
     make_model,
@@ -28,12 +29,6 @@ from tests.system.tools import (
 
 EAGER = QUICK.model_copy(update={"bucket_bytes": 1})
 """Every tensor is a group of its own."""
-
-
-@pytest.fixture
-def server():
-    with LocalServer(down_mode="exact") as running:
-        yield running
 
 
 def overlapping(model, server, method=psclient.DGS, **options):
@@ -81,8 +76,8 @@ def test_the_reply_to_a_push_is_applied_by_the_end_of_the_next_step(server):
 def test_groups_are_handed_over_during_backward_last_layer_first(server):
     model, order = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30), nn.Linear(30, 3)), []
     with overlapping(model, server) as optimizer:
-        send = optimizer._engine.send_gradients
-        optimizer._engine.send_gradients = lambda report, number, *rest: (
+        send = engine_of(optimizer).send_gradients
+        engine_of(optimizer).send_gradients = lambda report, number, *rest: (
             order.append(number),
             send(report, number, *rest),
         )
@@ -92,7 +87,7 @@ def test_groups_are_handed_over_during_backward_last_layer_first(server):
         assert set(order[:2]) == {0, 1}, "the last layer's weight and bias come first"
         optimizer.step()
         assert len(order) == 6
-        assert optimizer._engine.number == 1
+        assert engine_of(optimizer).number == 1
 
 
 def test_nothing_is_lost_however_values_travel(server):
@@ -188,13 +183,13 @@ def test_a_server_that_stops_for_a_while_loses_and_doubles_nothing():
                 stop(server, optimizer)
             if step == 8:
                 go_on(server, optimizer)
-            x, before = torch.randn(1, 1000), optimizer._engine.number
+            x, before = torch.randn(1, 1000), engine_of(optimizer).number
             layer(x).sum().backward()
             try:
                 optimizer.step()
             except ServerUnreachableError:
                 failures += 1
-            if optimizer._engine.number > before:
+            if engine_of(optimizer).number > before:
                 total += x
             optimizer.zero_grad()
         optimizer.pull()
@@ -291,7 +286,7 @@ def test_what_could_not_be_sent_is_sent_by_the_step_after_a_pull_that_failed():
         for step in range(3):
             if step == 1:
                 stop(server, optimizer)
-            x, before = torch.randn(1, 100), optimizer._engine.number
+            x, before = torch.randn(1, 100), engine_of(optimizer).number
             layer(x).sum().backward()
             if step == 2:
                 with pytest.raises(ServerUnreachableError):
@@ -299,9 +294,9 @@ def test_what_could_not_be_sent_is_sent_by_the_step_after_a_pull_that_failed():
                 go_on(server, optimizer)
             with contextlib.suppress(ServerUnreachableError):
                 optimizer.step()
-            if optimizer._engine.number > before:
+            if engine_of(optimizer).number > before:
                 total += x
-            assert step < 2 or optimizer._engine.number > before
+            assert step < 2 or engine_of(optimizer).number > before
             optimizer.zero_grad()
         optimizer.pull()
         held = optimizer.state[layer.weight]["residual"].view(1, -1)
@@ -352,8 +347,8 @@ def test_a_run_that_ends_during_a_step_ends_the_loop_and_raises_nothing():
         LocalServer(down_mode="exact", end_versions=1) as server,
         overlapping(layer, server, psclient.GradientDropping, lr=1.0) as optimizer,
     ):
-        await_ack = optimizer._engine.await_ack
-        optimizer._engine.await_ack = lambda report: (seen.wait(30), await_ack(report))[1]
+        await_ack = engine_of(optimizer).await_ack
+        engine_of(optimizer).await_ack = lambda report: (seen.wait(30), await_ack(report))[1]
         layer(torch.ones(1, 50)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -20,6 +20,7 @@ from tests.system.tools import (
     assert_close,
     assert_same_parameters,
     at_once,
+    engine_of,
     make_data,
     make_model,
     same,
@@ -213,7 +214,7 @@ def a_worker_until_told(server, steps_before_stop, told, overlap):
         for step in range(1000):
             if overlap and step == steps_before_stop:  # half of this step's push is sent, and nobody commits it
                 nn.functional.cross_entropy(mine(share(1, step)[0]), share(1, step)[1]).backward()
-                wait_until(lambda: optimizer._engine.number == steps_before_stop + 1)
+                wait_until(lambda: engine_of(optimizer).number == steps_before_stop + 1)
                 told.set()
                 time.sleep(100)
             train_step(mine, optimizer, *share(1, step))

@@ -26,12 +26,6 @@ BROKEN = (
 )
 
 
-@pytest.fixture
-def server():
-    with psclient.LocalServer(down_mode="exact") as found:
-        yield found
-
-
 def make(name, server, size, **options):
     method, own = METHODS[name]
     parameters = [nn.Parameter(torch.ones(size)), nn.Parameter(torch.ones(30))]

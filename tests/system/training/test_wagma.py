@@ -24,6 +24,7 @@ from tests.system.tools import (
     at_once,
     make_data,
     make_model,
+    run_of,
     suspend,
     train_step,
     wait_until,
@@ -150,7 +151,7 @@ def test_a_stopped_worker_holds_the_others_up_at_a_global_round_and_nowhere_else
             suspend(victim.pid)
             assert together(workers, lambda worker: worker.until(meeting + tau)) == [None, None]
             for worker in workers:
-                worker.optimizer._run.settings = IMPATIENT
+                run_of(worker.optimizer).settings = IMPATIENT
             held = together(workers, lambda worker: worker.train(1))
             assert [type(error) for error in held] == [HeldBackError, HeldBackError]
             assert "waited" in str(held[0])
@@ -163,7 +164,7 @@ def test_a_stopped_worker_holds_the_others_up_at_a_global_round_and_nowhere_else
 
 def next_global_round(workers, tau):
     """Return the step of the next global round that comes after the first step of each of these workers."""
-    return (max(worker.optimizer._run.first_step for worker in workers) // (tau + 1) + 1) * (tau + 1)
+    return (max(run_of(worker.optimizer).first_step for worker in workers) // (tau + 1) + 1) * (tau + 1)
 
 
 def test_a_worker_that_dies_frees_those_who_wait_for_it_when_its_lease_ends():
