@@ -5,7 +5,7 @@ import pytest
 
 import psclient
 from psclient.errors import ConfigurationError, RefusedError
-from psclient.rpc import membership
+from psclient.rpc import run
 from psclient.rpc.local_server import LocalServer
 from pscore.wire import frames
 from pscore.wire.codecs.names import PLAIN_INDEX_CODECS
@@ -78,8 +78,8 @@ def test_nothing_is_written_that_the_server_does_not_list(server):
 
 
 def test_a_worker_that_lists_nothing_is_answered_in_the_plain_codecs_or_refused(monkeypatch):
-    monkeypatch.setattr(membership, "READABLE_INDEX_CODECS", ())
-    monkeypatch.setattr(membership, "READABLE_VALUE_CODECS", ())
+    monkeypatch.setattr(run, "READABLE_INDEX_CODECS", ())
+    monkeypatch.setattr(run, "READABLE_VALUE_CODECS", ())
     read, seen = frames.ChunkReader.read, set()
     monkeypatch.setattr(
         frames.ChunkReader,

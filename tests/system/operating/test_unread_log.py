@@ -13,7 +13,7 @@ import pytest
 
 from pscore.wire.errors import ErrorCode, details_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from tests.system.connecting.test_raw_client import TIMEOUT, RawWorker
+from tests.system.raw import TIMEOUT, RawWorker
 from tests.system.tools import wait_until
 
 PIPE_BYTES = 4096
