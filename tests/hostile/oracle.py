@@ -9,7 +9,6 @@ import numpy as np
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
-from pscore.wire.codecs import format as codec_format
 from pscore.wire.codecs import index_loops, rice
 from pscore.wire.codecs.format import MAX_ENTRIES
 from pscore.wire.codecs.index import INDEX_FORMATS
@@ -17,6 +16,7 @@ from pscore.wire.codecs.values import VALUE_FORMATS
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.pscore import rice_reference
+from tests.pscore.loop_makers import FORMS, run_as
 
 ANYWHERE = Span(0, 1 << 48)
 """A model beyond any, so that a decoder is asked and not the span."""
@@ -27,8 +27,8 @@ KINDS = frozenset({ErrorCode.BAD_CHUNK, ErrorCode.NON_FINITE, ErrorCode.UNKNOWN_
 ONE_SPELLING = frozenset({pb.INDEX_CODEC_RAW32, pb.INDEX_CODEC_BITMAP})
 """Index codecs in which the same entries have the same bytes; so have they in the value codecs without bounds."""
 
-INTERPRETED = SimpleNamespace(**vars(index_loops) | {"read_rice": index_loops.read_rice.function})
-_FEW = 100
+INTERPRETED = SimpleNamespace(**vars(index_loops) | {"read_rice": index_loops.read_rice.plain})
+_FEW, _SHORT = 100, 4096  # entries, bytes
 
 
 def decode(chunk: pb.Chunk, within: Span = ANYWHERE) -> Rejected | None:
@@ -88,14 +88,15 @@ def decode_within_memory(chunk: pb.Chunk, within: Span = ANYWHERE) -> Rejected |
 
 
 def decode_alike(chunk: pb.Chunk, within: Span = ANYWHERE) -> None:
-    """See that compiled loops, numpy and, for few Rice codes, the loops as Python (which checks every place) agree."""
+    """See that compiled loops, for few codes the loops as Python (which checks every place), and numpy's Rice agree."""
+    is_short = chunk.count <= _FEW and chunk.ByteSize() <= _SHORT
     outcomes = []
-    for most in (0, 1 << 62):
-        with patch.object(codec_format, "COMPILED_FROM", most):
+    for form in FORMS if is_short else ("dispatcher",):
+        with run_as(form):
             outcomes.append(_outcome(_segment_or_refusal(chunk, within)))
     if chunk.index_codec == pb.INDEX_CODEC_RICE:
-        for loops in (rice_reference, INTERPRETED) if chunk.count <= _FEW else (rice_reference,):
-            with patch.object(rice, "loops", loops), np.errstate(over="ignore"):  # products wrap on purpose
+        for loops in (rice_reference, INTERPRETED) if is_short else (rice_reference,):
+            with patch.object(rice, "loops", loops):
                 outcomes.append(_outcome(_segment_or_refusal(chunk, within)))
     assert all(outcome == outcomes[0] for outcome in outcomes)
 

@@ -20,14 +20,6 @@ MAX_ENTRIES = 1 << 22
 4 Mi entries are 16 MiB of fp32 values and 32 MiB of int64 offsets; a chunk of 2 MiB with 4-bit values has as many.
 """
 
-COMPILED_FROM = 256
-"""Entries from which compiled loops are worth their start: below, a small model shall never wait for the compiler."""
-
-
-def is_compiled(count: int) -> bool:
-    """Tell whether compiled loops write and read a chunk of ``count`` entries."""
-    return count >= COMPILED_FROM
-
 
 @dataclass(frozen=True, slots=True)
 class IndexFormat:

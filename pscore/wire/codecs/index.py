@@ -10,7 +10,7 @@ from collections.abc import Collection
 import numpy as np
 
 from pscore.wire.codecs import index_loops as loops
-from pscore.wire.codecs.format import IndexFormat, Offsets, is_compiled
+from pscore.wire.codecs.format import IndexFormat, Offsets
 from pscore.wire.codecs.rice import RICE
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -29,12 +29,7 @@ def _read_raw32(data: bytes, count: int, length: int, base: int) -> Offsets:
     if len(data) != 4 * count:
         raise Rejected(ErrorCode.BAD_CHUNK, f"{len(data)} index bytes for {count} entries of 4 bytes")
     words, offsets = np.frombuffer(data, "<u4"), np.empty(count, np.int64)
-    if is_compiled(count):
-        rising = loops.read_raw(words, base, offsets)
-    else:
-        np.add(words, base, out=offsets, dtype=np.int64)
-        rising = bool((words[1:] > words[:-1]).all())
-    if not rising:
+    if not loops.read_raw.on(count)(words, base, offsets):
         raise Rejected(ErrorCode.BAD_CHUNK, "indices are unsorted or repeated")
     return offsets
 
@@ -51,14 +46,8 @@ def _read_bitmap(data: bytes, count: int, length: int, base: int) -> Offsets:
     if length % 8 and data[-1] >> length % 8:
         raise Rejected(ErrorCode.BAD_CHUNK, "a bitmap has bits beyond its span")
     packed = np.frombuffer(data, np.uint8)
-    if is_compiled(count):
-        offsets = np.empty(count if count <= length else 0, np.int64)
-        present = loops.read_bitmap(packed, count, base, offsets)
-    else:
-        present = int(np.bitwise_count(packed).sum(dtype=np.int64))
-        marked = packed if present == count else packed[:0]
-        offsets = np.flatnonzero(np.unpackbits(marked, bitorder="little").view(np.bool_))
-        offsets += base
+    offsets = np.empty(count if count <= length else 0, np.int64)
+    present = loops.read_bitmap.on(packed.size)(packed, count, base, offsets)
     if present != count:
         raise Rejected(ErrorCode.BAD_CHUNK, f"a bitmap has {present} entries, the chunk says {count}")
     return offsets

@@ -9,8 +9,9 @@ import math
 
 import numpy as np
 
+from pscore.jit import COMPILED_FROM
 from pscore.wire.codecs import index_loops as loops
-from pscore.wire.codecs.format import IndexFormat, Offsets, is_compiled
+from pscore.wire.codecs.format import IndexFormat, Offsets
 from pscore.wire.codecs.index_loops import BLOCK, ESCAPE, MAX_PARAMETER
 from pscore.wire.errors import ErrorCode, Rejected
 
@@ -55,7 +56,7 @@ def _bits(count: int, length: int) -> float:
 
 def _nanoseconds(count: int, length: int) -> float:
     # For few entries high enough for another codec to be chosen, so that a small model never waits for the compiler.
-    return 8e3 + 5.5 * count if is_compiled(count) else 2e5 + 70.0 * count
+    return 8e3 + 5.5 * count if count >= COMPILED_FROM else 2e5 + 70.0 * count
 
 
 RICE = IndexFormat("rice", _write, _read, _bits, _nanoseconds)

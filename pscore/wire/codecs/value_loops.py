@@ -65,12 +65,12 @@ def write8(values, bounds, codes, decoded):
     Returns whether all is finite. Arithmetic is in fp64.
     """
     bits, bound_bits, decoded_bits = values.view(np.int32), bounds.view(np.int32), decoded.view(np.int32)
-    highest = np.int32(0)
     for block in range(bounds.shape[0]):
         part = bits[block * BLOCK : (block + 1) * BLOCK]
         low, high = bounds_of(part)
         bound_bits[block, 0], bound_bits[block, 1] = low, high
-        highest = max(highest, high)
+        if high >= _INFINITY:
+            return False
         lowest, spread = np.float64(bounds[block, 0]), np.float64(bounds[block, 1]) - np.float64(bounds[block, 0])
         scale = 127 / spread if spread > 0 else 0.0
         exact, out = values[block * BLOCK : (block + 1) * BLOCK], decoded[block * BLOCK : (block + 1) * BLOCK]
@@ -83,7 +83,7 @@ def write8(values, bounds, codes, decoded):
         out_bits = decoded_bits[block * BLOCK : (block + 1) * BLOCK]
         for i in range(part.size):
             out_bits[i] |= part[i] & _MINUS
-    return highest < _INFINITY
+    return True
 
 
 @compiled

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pscore.wire.codecs import value_loops as loops
 from pscore.wire.codecs.bounded import INT4, INT8
-from pscore.wire.codecs.format import ValueFormat, Values, is_compiled
+from pscore.wire.codecs.format import ValueFormat, Values
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
@@ -24,11 +24,8 @@ _SIGN_BLOCK = 512
 def _read_fp32(data: bytes, count: int) -> Values:
     # A copy: protobuf's bytes are read-only, and torch wants memory that it may write.
     values = np.empty(count, np.float32)
-    if is_compiled(count):
-        octets = np.frombuffer(data, np.uint8)
-        return _require_finite("fp32", values, loops.read_fp32(octets, values.view(np.int32)))
-    values[:] = np.frombuffer(data, "<f4")
-    return _require_finite("fp32", values)
+    octets = np.frombuffer(data, np.uint8)
+    return _require_finite("fp32", values, loops.read_fp32.on(count)(octets, values.view(np.int32)))
 
 
 def _read_fp16(data: bytes, count: int) -> Values:
