@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 State = dict[str, Any]
 """The optimizer's own ``state[parameter]``: ``residual``, ``momentum`` (fp32 ``[n]``), and a selector's memory."""
 
@@ -70,3 +72,9 @@ class Method:
     momentum_is_torchs: bool = False
     server_remembers: bool = False
     groups_are_agreed: bool = False
+
+
+def top(x: torch.Tensor, density: float) -> torch.Tensor:
+    """Mark the share ``ρ`` of entries of greatest magnitude, one at least: as the papers select."""
+    k = min(x.numel(), max(1, int(density * x.numel())))
+    return torch.zeros_like(x, dtype=torch.bool).index_fill_(0, x.abs().topk(k).indices, True)

@@ -2,7 +2,9 @@
 
 from typing import Unpack
 
-from psclient.compress.method import Group, Method, Recurrence
+import torch
+
+from psclient.compress.method import Group, Method, Recurrence, State
 from psclient.optim.arguments import Options, Params
 from psclient.optim.base import ParameterServerOptimizer
 
@@ -13,6 +15,13 @@ def recurrence(group: Group) -> Recurrence:
 
 
 METHOD = Method("asgd", recurrence, default_density=1.0, sends_all=True, momentum_is_torchs=True)
+
+
+def reference_step(state: State, g: torch.Tensor, lr: float, m: float, density: float) -> torch.Tensor:
+    """Return what one step sends: SGD's step with local momentum, of every entry."""
+    state["u"] = m * state.get("u", 0) + g
+    sent: torch.Tensor = lr * state["u"]
+    return sent
 
 
 class ASGD(ParameterServerOptimizer):

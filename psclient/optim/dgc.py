@@ -7,7 +7,7 @@ from typing import Unpack
 import torch
 
 from psclient.compress.gradients import Scale, norms
-from psclient.compress.method import Group, Method, Recurrence
+from psclient.compress.method import Group, Method, Recurrence, State, top
 from psclient.errors import ConfigurationError, HyperparameterError
 from psclient.optim.arguments import Density, Options, Params
 from psclient.optim.base import ParameterServerOptimizer
@@ -22,6 +22,15 @@ def recurrence(group: Group) -> Recurrence:
 
 
 METHOD = Method("dgc", recurrence, default_density=0.001)
+
+
+def reference_step(state: State, g: torch.Tensor, lr: float, m: float, density: float) -> torch.Tensor:
+    """Return what one step sends, as published: momentum correction, then factor masking."""
+    u = m * state.get("u", 0) + g
+    v = state.get("v", 0) + u
+    chosen = top(v, density)
+    state["u"], state["v"] = torch.where(chosen, 0, u), torch.where(chosen, 0, v)
+    return lr * torch.where(chosen, v, 0)
 
 
 class DGC(ParameterServerOptimizer):

@@ -2,7 +2,9 @@
 
 from typing import Unpack
 
-from psclient.compress.method import Group, Method, Recurrence
+import torch
+
+from psclient.compress.method import Group, Method, Recurrence, State, top
 from psclient.optim.arguments import Density, Options, Params
 from psclient.optim.base import ParameterServerOptimizer
 
@@ -14,6 +16,14 @@ def recurrence(group: Group) -> Recurrence:
 
 
 METHOD = Method("dgs", recurrence)
+
+
+def reference_step(state: State, g: torch.Tensor, lr: float, m: float, density: float) -> torch.Tensor:
+    """Return what one step sends, as published: an unsent entry is divided by ``m``, so that it does not decay."""
+    u = m * state.get("u", 0) + lr * g
+    chosen = top(u, density)
+    state["u"] = torch.where(chosen, u, u / m)
+    return torch.where(chosen, u, 0)
 
 
 class DGS(ParameterServerOptimizer):

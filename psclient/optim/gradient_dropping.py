@@ -2,7 +2,9 @@
 
 from typing import Unpack
 
-from psclient.compress.method import Group, Method, Recurrence
+import torch
+
+from psclient.compress.method import Group, Method, Recurrence, State, top
 from psclient.optim.arguments import Density, Options, Params
 from psclient.optim.base import ParameterServerOptimizer
 
@@ -14,6 +16,14 @@ def recurrence(group: Group) -> Recurrence:
 
 
 METHOD = Method("gradient_dropping", recurrence)
+
+
+def reference_step(state: State, g: torch.Tensor, lr: float, m: float, density: float) -> torch.Tensor:
+    """Return what one step sends, as published; there is no momentum."""
+    r = state.get("r", 0) + lr * g
+    chosen = top(r, density)
+    state["r"] = torch.where(chosen, 0, r)
+    return torch.where(chosen, r, 0)
 
 
 class GradientDropping(ParameterServerOptimizer):

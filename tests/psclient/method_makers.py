@@ -1,4 +1,4 @@
-"""The published recurrences in float64, written from the formulas and from nothing else; and a method's push."""
+"""A method's push without an optimizer around it, and the published algorithms beside it."""
 
 import math
 from types import SimpleNamespace
@@ -10,6 +10,7 @@ from psclient.compress.compressor import Compressor
 from psclient.compress.gradients import Gradients
 from psclient.compress.groups import ParamGroups
 from psclient.model.module import describe
+from psclient.optim import asgd, dgc, dgs, gradient_dropping
 from psclient.optim.asgd import METHOD as ASGD
 from psclient.optim.dgc import METHOD as DGC
 from psclient.optim.dgs import METHOD as DGS
@@ -134,63 +135,10 @@ def rates(kind, steps):
     }[kind]
 
 
-def top(x, density):
-    """A mask of the largest share of |x|: k = max(1, ⌊ρ·n⌋)."""
-    k = min(x.numel(), max(1, math.floor(density * x.numel())))
-    mask = torch.zeros(x.numel(), dtype=torch.bool)
-    mask[x.abs().topk(k).indices] = True
-    return mask
-
-
-class Reference:
-    """One tensor's recurrence in float64; ``step`` returns (mask, what is sent)."""
-
-    def __init__(self, size, density, m):
-        self.u = torch.zeros(size, dtype=torch.float64)
-        self.r = torch.zeros(size, dtype=torch.float64)
-        self.density, self.m = density, m
-
-
-class ReferenceASGD(Reference):
-    def step(self, g, lr):
-        self.u = self.m * self.u + g.double()
-        return torch.ones(g.numel(), dtype=torch.bool), lr * self.u
-
-
-class ReferenceGradientDropping(Reference):
-    def step(self, g, lr):
-        self.r = self.r + lr * g.double()
-        mask = top(self.r, self.density)
-        sent = torch.where(mask, self.r, 0)
-        self.r = torch.where(mask, 0, self.r)
-        return mask, sent
-
-
-class ReferenceDGC(Reference):
-    def step(self, g, lr):
-        self.u = self.m * self.u + g.double()
-        self.r = self.r + self.u
-        mask = top(self.r, self.density)
-        sent = torch.where(mask, lr * self.r, 0)
-        self.r = torch.where(mask, 0, self.r)
-        self.u = torch.where(mask, 0, self.u)
-        return mask, sent
-
-
-class ReferenceDGS(Reference):
-    """As published: u = m·u + lr·g; send top ρ; an unsent entry is divided by m so that it does not decay."""
-
-    def step(self, g, lr):
-        self.u = self.m * self.u + lr * g.double()
-        mask = top(self.u, self.density)
-        sent = torch.where(mask, self.u, 0)
-        self.u = torch.where(mask, self.u, self.u / self.m)
-        return mask, sent
-
-
 REFERENCES = {
-    "asgd": ReferenceASGD,
-    "gradient_dropping": ReferenceGradientDropping,
-    "dgc": ReferenceDGC,
-    "dgs": ReferenceDGS,
+    "asgd": asgd.reference_step,
+    "gradient_dropping": gradient_dropping.reference_step,
+    "dgc": dgc.reference_step,
+    "dgs": dgs.reference_step,
 }
+"""The papers' algorithms, which stand in the methods' own files."""
