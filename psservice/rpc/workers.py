@@ -202,7 +202,8 @@ class WorkerCalls:
             call.on_received = partial(shard.leases.received, identity)
             receiving = tracing.begin("receive")
             member = check_push(shard, identity, header.step)
-            finished_of(header)  # refused here, before the rest of it is received
+            if header.finished:
+                finished_of(header)  # refused here, before the rest of it is received
             return shard.span
 
         try:

@@ -44,7 +44,7 @@ def prepare_push(
     may be sent after ``durability.records.wait``.
     """
     merged = merge(shard.span, sorted(segments, key=lambda segment: segment.span.start))
-    finished = finished_of(header)
+    finished = finished_of(header) if header.finished else {}
     update, body = on_device(merged, shard.device), shard.durability.records.body(messages)
     return lambda: _push(shard, header, update, finished, body)
 
@@ -92,7 +92,8 @@ def _decide(shard: Shard, member: Member, header: pb.PushHeader, finished: Mappi
     # A flush has no samples, and is the last chance of its entries.
     shard.admission.require_fresh(staleness, in_rounds=model.round is not None and header.samples > 0)
     _require_in_step(shard, member)
-    state.datasets.finish(identity, finished)
+    if finished:  # in a run that leases samples; refused here if they cannot be finished
+        state.datasets.finish(identity, finished)
     return rec.Pushed(
         worker=worker_of(identity),
         step=header.step,

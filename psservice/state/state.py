@@ -90,7 +90,8 @@ class ShardState:
             )
         started = time.perf_counter_ns()
         context = PushContext(record.base_version, record.learning_rate, record.samples, tuple(record.group_rates))
-        datasets = self.datasets.finish(identity, {each.dataset: share_of(each.places) for each in record.finished})
+        finished = {each.dataset: share_of(each.places) for each in record.finished}
+        datasets = self.datasets.finish(identity, finished) if finished else {}
         model.take(identity.worker_id, update, context, record.step)
         answer = PushAnswer(record.version, record.staleness, time.perf_counter_ns() - started)
         own = self.pushes.find(identity).own
