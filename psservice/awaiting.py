@@ -46,7 +46,8 @@ class Waiters:
     def __init__(self) -> None:
         self._waiting: dict[Callable[[], None], Callable[[], bool]] = {}
         self._post: Callable[[Callable[[], None]], object] = lambda look: None
-        self._is_posted = self._wakes_all = False
+        self._is_posted = False
+        self._everyone = self._seen = object()  # another one whenever everyone is woken, and that of the last look
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -71,14 +72,16 @@ class Waiters:
 
         ``everyone``: wake the calls whose condition does not hold as well, because it may never hold any more.
         """
-        self._wakes_all |= everyone
+        if everyone:
+            self._everyone = object()
         if self._waiting and not self._is_posted:
             self._is_posted = True
             self._post(self._look)
 
     def _look(self) -> None:
         self._is_posted = False  # first: a change from here on posts anew
-        wakes_all, self._wakes_all = self._wakes_all, False
+        everyone = self._everyone
+        wakes_all, self._seen = everyone is not self._seen, everyone
         for wake, is_over in [*self._waiting.items()]:
             if wakes_all or is_over():
                 del self._waiting[wake]

@@ -73,3 +73,18 @@ def test_one_that_has_gone_is_not_woken_and_the_others_are():
     waiters.wake()
     loop.run()
     assert woken == ["second", "third"]
+
+
+def test_everyone_is_woken_once_also_by_a_look_that_others_have_posted():
+    waiters, loop = served()
+    woken = []
+    waiters.add(lambda: woken.append("first"), lambda: False)
+    waiters.wake()
+    waiters.wake(everyone=True)
+    waiters.wake()
+    loop.run()
+    assert woken == ["first"]
+    waiters.add(lambda: woken.append("second"), lambda: False)
+    waiters.wake()
+    loop.run()
+    assert woken == ["first"]
