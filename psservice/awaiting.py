@@ -47,7 +47,7 @@ class Waiters:
         self._waiting: dict[Callable[[], None], Callable[[], bool]] = {}
         self._post: Callable[[Callable[[], None]], object] = lambda look: None
         self._is_posted = False
-        self._everyone = self._seen = object()  # another one whenever everyone is woken, and that of the last look
+        self.everyone = self._seen = object()  # another one whenever everyone is woken, and that of the last look
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -73,14 +73,14 @@ class Waiters:
         ``everyone``: wake the calls whose condition does not hold as well, because it may never hold any more.
         """
         if everyone:
-            self._everyone = object()
+            self.everyone = object()
         if self._waiting and not self._is_posted:
             self._is_posted = True
             self._post(self._look)
 
     def _look(self) -> None:
         self._is_posted = False  # first: a change from here on posts anew
-        everyone = self._everyone
+        everyone = self.everyone
         wakes_all, self._seen = everyone is not self._seen, everyone
         for wake, is_over in [*self._waiting.items()]:
             if wakes_all or is_over():

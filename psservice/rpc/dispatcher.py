@@ -286,6 +286,7 @@ class Dispatcher:
         """Make an attempt, again whenever what it waits for has happened, as long as the call may wait."""
         call = opened.call
         while True:
+            everyone = self._waiters.everyone
             try:
                 return await attempt()
             except NotYetError as early:
@@ -293,9 +294,9 @@ class Dispatcher:
                 if call.is_late or not may_wait:
                     raise
                 call.wait_end = call.wait_end or time.monotonic() + may_wait
-                await self._until(opened, early)
+                await self._until(opened, early, everyone)
 
-    async def _until(self, opened: OpenCall, early: NotYetError) -> None:
+    async def _until(self, opened: OpenCall, early: NotYetError, everyone: object) -> None:
         """Wait until a condition holds, the call may not wait any longer, or there is a reason to refuse it."""
         call, woken, begun = opened.call, opened.loop.create_future(), time.monotonic()
 
@@ -307,7 +308,8 @@ class Dispatcher:
             has_left = call.identity is not None and not call.has_lease()
             return self._stopping or has_left or (opened.rule.changes and self._shard.drain_gate.is_closed)
 
-        self._waiters.add(wake, lambda: is_refused() or early.is_over())
+        # Everyone may have been woken since the attempt has begun.
+        self._waiters.add(wake, lambda: is_refused() or early.is_over() or self._waiters.everyone is not everyone)
         try:
             await opened.wait(woken, min(call.wait_end, begun + early.again_seconds), "others")
         except StalledError:
