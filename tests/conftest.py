@@ -92,7 +92,7 @@ def yaml(tmp_path):
 @pytest.fixture
 def start():
     """Servers in this process, over loopback all the same."""
-    from psservice.app.server import Server
+    from psservice.process.server import Server
     from psservice.settings import ServerSettings
 
     def begin(**settings):

@@ -332,10 +332,6 @@ def main() -> None:
 
     del sys.modules["triton"]
     import psclient.optim.base  # noqa: F401
-    import psservice.app.server
-    import psservice.app.shard_processes
-    import psservice.cli.serve
-    import psservice.observability.logging  # noqa: F401
     from pscore.warmup import warm_up
 
     warm_up()  # loads numba, which a server does with its first large push

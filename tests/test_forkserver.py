@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
 
-FORKED = "import sys; forked = 'psservice.app.server' in sys.modules; "
+FORKED = "import sys; forked = 'psservice.process.server' in sys.modules; "
 
 
 def run(code, **options):
@@ -52,7 +52,7 @@ def test_proc_shows_its_own_command_line_and_environment():
 def test_its_own_processes_are_forked_too_and_end_with_it():
     code = (
         "import os, subprocess; child = subprocess.Popen([sys.executable, '-c', "
-        "\"import sys; print('psservice.app.server' in sys.modules, flush=True); sys.stdin.read()\"], "
+        "\"import sys; print('psservice.process.server' in sys.modules, flush=True); sys.stdin.read()\"], "
         "stdin=subprocess.PIPE); print(child.pid, flush=True); child.wait()"
     )
     with subprocess.Popen([sys.executable, "-c", FORKED + code], stdout=subprocess.PIPE, text=True) as process:
@@ -69,7 +69,7 @@ def test_multiprocessing_forks_too_where_it_spawns():
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
         assert pool.apply(os.getppid) == os.getpid()
-        assert "psservice.app.server" in pool.apply(loaded)
+        assert "psservice.process.server" in pool.apply(loaded)
 
 
 def loaded():

@@ -6,7 +6,7 @@ pass is run: both would be lost, or lame, in a fork.
 
 import torch
 
-import psservice.app.server  # noqa: F401  (is here for its imports, as is the one below)
+import psservice.process.server  # noqa: F401  (is here for its imports, as is the one below)
 from benchmarks.campaign import worker  # noqa: F401
 from benchmarks.campaign.tasks import TASKS
 from psclient.compress.choice import Choice

@@ -16,7 +16,7 @@ from benchmarks.workload.raw_worker import RawWorker
 from psclient.rpc.local_server import LocalServer
 from pscore.model.layout import ModelLayout
 from pscore.selection import DEFAULT_DENSE_BELOW
-from psservice.app.maintenance import TRIM_SECONDS
+from psservice.process.maintenance import TRIM_SECONDS
 
 KEY, TITLE = "memory", "Memory of a server as workers join"
 

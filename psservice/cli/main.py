@@ -73,8 +73,8 @@ def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int
     from pscore.net.addresses import AddressError
     from pscore.net.channels import ChannelError, Security
     from pscore.net.discovery import DiscoveryError, find
-    from psservice.operator import commands, drain, render, top
-    from psservice.operator.client import OperateError, ShardClients
+    from psservice.ctl import commands, drain, render, top
+    from psservice.ctl.client import OperateError, ShardClients
 
     mistyped = [
         *unknown_variables("PSCLIENT_TLS_", ("ca", "cert", "key", "server_name")),
@@ -128,7 +128,7 @@ def _health(options: argparse.Namespace) -> int:
 
 def _replay(options: argparse.Namespace) -> int:
     from pscore.model.modelfile import ModelFileError
-    from psservice.recovery.replay import write_model
+    from psservice.durability.replay import write_model
     from psservice.storage.files import StorageError
 
     try:

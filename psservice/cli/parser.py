@@ -58,7 +58,7 @@ def _name(text: str) -> str:
 
 def _checkpoint_name(text: str) -> str:
     """Read a name for a checkpoint, which must not have the form of an id that a server draws."""
-    from psservice.cluster.checkpoints import place_of
+    from psservice.durability.checkpoints import place_of
 
     if place_of(text) is not None:
         raise argparse.ArgumentTypeError(f"{text!r} looks like an id that a server draws")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pscore.names import escaped
 
 if TYPE_CHECKING:
-    from psservice.app.shared_health import SharedHealth
+    from psservice.process.shared_health import SharedHealth
     from psservice.settings import ServerSettings
 
 EXIT_DONE, EXIT_UNABLE, EXIT_USAGE = 0, 1, 2
@@ -28,16 +28,16 @@ def serve(arguments: Sequence[str]) -> int:
         print("psservice: loading PyTorch", file=sys.stderr)  # seconds, in which nothing else can be said
 
     from psservice import settings
-    from psservice.observability import logging  # late: see above
+    from psservice.observability import log_lines  # late: see above
 
     try:
         loaded = settings.load(arguments)
     except settings.SettingsError as error:
         return failed("serve", error, EXIT_USAGE)
-    logging.configure(loaded.log_level, loaded.log_format)
+    log_lines.configure(loaded.log_level, loaded.log_format)
 
-    import psservice.app.server  # noqa: F401 - now, for the shards that are forked to share
-    from psservice.app.shard_processes import ShardProcesses
+    import psservice.process.server  # noqa: F401 - now, for the shards that are forked to share
+    from psservice.process.shard_processes import ShardProcesses
 
     # The interpreter's last collection would go through all of torch: half a second of each restart. Modules that are
     # imported later must be collected: torch's optimizers import Triton, whose bindings print what is left at exit.
@@ -48,14 +48,14 @@ def serve(arguments: Sequence[str]) -> int:
 def _serve_shard(settings: "ServerSettings", health: "SharedHealth | None" = None) -> int:
     """Serve one shard in this process; with ``health``, one of several that one command serves."""
     from pscore.model.modelfile import ModelFileError
-    from psservice.app.server import Server, ShardFailedError, StartError
-    from psservice.observability import logging
+    from psservice.observability import log_lines
+    from psservice.process.server import Server, ShardFailedError, StartError
 
     if settings.num_shards > 1:
-        logging.configure(settings.log_level, settings.log_format, settings.shard_index)
+        log_lines.configure(settings.log_level, settings.log_format, settings.shard_index)
     command = f"serve: shard {settings.shard_index}" if health else "serve"
     try:
-        with logging.in_thread():
+        with log_lines.in_thread():
             Server(settings, health).run()
     except (StartError, ModelFileError) as error:
         return failed(command, error)

@@ -19,11 +19,11 @@ from pscore.selection.cuda.launches import to_device
 from pscore.telemetry.tracing import traced
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.changelog import ChangedIndices, ChangeLog, changed_by
+from psservice.model.rules.base import PLAIN, PushContext, RuleState, UpdateRule
 from psservice.model.shared_reply import SharedReplies
 from psservice.model.synchronous_rounds import SynchronousRound
 from psservice.model.training_mode import TrainingMode
 from psservice.model.undo_log import Overwritten, UndoLog
-from psservice.model.update.base import PLAIN, PushContext, RuleState, UpdateRule
 from psservice.settings import ShardSettings
 
 log = logging.getLogger(__name__)

@@ -22,9 +22,9 @@ from psservice.model.exact_reply import (
     Reserve,
 )
 from psservice.model.parameters import ModelShard
+from psservice.model.reply_mode import ReplyRule
 from psservice.model.shared_reply import Messages, ReplyMessages
 from psservice.model.topk import DifferenceSelection, SelectedEntries, TopKSettings, add_at
-from psservice.policy.reply_mode import ReplyRule
 
 _PENDING_ENTRY_BYTES = 24
 """Of a top-k reply that is kept until it is acknowledged: as selected, as written, and as it is added to the image."""

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from pscore.wire.errors import ErrorCode, Rejected
+from psservice.model.rules.base import RuleMaker
+from psservice.model.rules.delayed_nesterov import DelayedNesterov, Options
+from psservice.model.rules.optimizer_settings import TorchSettings
+from psservice.model.rules.rmsprop import RMSprop, settings_of
+from psservice.model.rules.subtract import Subtract
+from psservice.model.rules.torch_optimizer import TorchOptimizer
 from psservice.model.synchronous_rounds import RoundSettings
-from psservice.model.update.base import RuleMaker
-from psservice.model.update.delayed_nesterov import DelayedNesterov, Options
-from psservice.model.update.optimizer_settings import TorchSettings
-from psservice.model.update.rmsprop import RMSprop, settings_of
-from psservice.model.update.subtract import Subtract
-from psservice.model.update.torch_optimizer import TorchOptimizer
 from psservice.model.wagma.schedule import GroupSettings
 
 _RULES: dict[str, Callable[[Mapping[str, str]], RuleMaker]] = {

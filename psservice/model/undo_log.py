@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from psservice.model.changelog import ChangedIndices
-from psservice.model.update.base import RuleState
+from psservice.model.rules.base import RuleState
 
 _MOST_VERSIONS = 10_000  # a bound on what empty pushes may cost, and on the time to search them
 

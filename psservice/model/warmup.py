@@ -4,8 +4,8 @@ import numpy as np
 
 from pscore import warmup
 from psservice.model import reply_loops
-from psservice.model.update.rmsprop import step_at
-from psservice.model.update.subtract import subtract_at
+from psservice.model.rules.rmsprop import step_at
+from psservice.model.rules.subtract import subtract_at
 
 
 def warm_up() -> None:

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 
 from pscore.wire.errors import ErrorCode
 from psservice.observability.request_metrics import ReadMetric, RequestHistogram, Traffic, labelled
-from psservice.types import PushAnswer
+from psservice.values import PushAnswer
 
 _STALENESS_BUCKETS = (0, *(1 << power for power in range(17)))  # to 65,536: SparsepsStalenessHigh asks for 32,768
 _SECONDS_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)

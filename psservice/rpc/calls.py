@@ -18,7 +18,7 @@ from psservice.rpc import bounds
 from psservice.rpc.auth import Caller, Role
 from psservice.rpc.memory_budget import Reservation, decoded_bytes
 from psservice.settings import ServerSettings
-from psservice.types import Identity
+from psservice.values import Identity
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
 _REQUESTS: dict[str, type[Message]] = {method.name: getattr(pb, method.input_type.name) for method in SERVICE.methods}

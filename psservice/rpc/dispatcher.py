@@ -42,7 +42,7 @@ from psservice.rpc.open_call import OpenCall, Pool, StalledError, fetch_error
 from psservice.rpc.penalty import Penalty, is_fault
 from psservice.rpc.work import Answers, feed, feed_and_finish, finish, more, reply_to
 from psservice.shard.shard import Shard
-from psservice.types import Identity
+from psservice.values import Identity
 
 log = logging.getLogger(__name__)
 audit = logging.getLogger("psservice.audit")

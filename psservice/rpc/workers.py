@@ -27,12 +27,12 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message, place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.awaiting import NotYetError
-from psservice.cluster.member import Member
+from psservice.data_leases.codec import answer_to_message, finished_of, sample_request_of
+from psservice.membership.member import Member
 from psservice.model.reply_session import PullRequest, Reply
 from psservice.rpc.calls import Call, LastStep, require_place
 from psservice.rpc.memory_budget import MemoryBudget, Reservation, default_limit, largest_stream
 from psservice.rpc.status import REPLY_MODES, run_settings
-from psservice.sampling.codec import answer_to_message, finished_of, sample_request_of
 from psservice.shard import model_install
 from psservice.shard.buffers_and_samples import exchange_buffers, lease_samples, open_exchange
 from psservice.shard.following import RUN_STATES
@@ -43,7 +43,7 @@ from psservice.shard.push import check_push, prepare_push
 from psservice.shard.shard import Shard
 from psservice.shard.upload import Upload
 from psservice.shard.waiting import is_over, wait_for_all
-from psservice.types import Identity
+from psservice.values import Identity
 from psservice.wire.identity import identity_from_message
 from psservice.wire.push_stream import Reading, header_of, read_push, require_end
 

@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 from pscore.wire.errors import ErrorCode, Rejected
+from psservice.data_leases.dataset import Leased, SampleRequest
 from psservice.model.buffers import BufferAverage
-from psservice.sampling.dataset import Leased, SampleRequest
 from psservice.shard.shard import Shard
 from psservice.state.records import places_of, worker_of
 from psservice.state.run import RunState
 from psservice.state.v1 import journal_pb2 as rec
-from psservice.types import Identity
+from psservice.values import Identity
 
 
 def open_exchange(shard: Shard, identity: Identity, generation: int) -> BufferAverage:

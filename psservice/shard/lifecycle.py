@@ -8,9 +8,9 @@ from functools import partial
 import torch
 
 from pscore.wire.errors import Rejected
+from psservice.durability.initial_model import read_initial
+from psservice.durability.refusal import or_storage_error
 from psservice.observability.metrics import Metrics
-from psservice.recovery.initial_model import read_initial
-from psservice.recovery.refusal import or_storage_error
 from psservice.settings import ServerSettings
 from psservice.shard.model_install import forget_upload
 from psservice.shard.rollback import end_hold
@@ -19,7 +19,7 @@ from psservice.state.records import Record, history_of, worker_of
 from psservice.state.run import RunState
 from psservice.state.v1 import journal_pb2 as rec
 from psservice.storage.environment import MACHINE, Environment
-from psservice.types import Identity
+from psservice.values import Identity
 
 log = logging.getLogger(__name__)
 

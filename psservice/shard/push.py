@@ -5,17 +5,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pscore.model.sparse_slice import SparseSlice, merge
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.cluster.member import Member
+from psservice.data_leases.codec import finished_of
+from psservice.data_leases.dataset import Share
+from psservice.membership.member import Member
 from psservice.model.parameters import on_device
-from psservice.sampling.codec import finished_of
-from psservice.sampling.dataset import Share
 from psservice.shard.lifecycle import end_if_over
 from psservice.shard.shard import Shard
 from psservice.state.records import places_of, worker_of
 from psservice.state.run import RunState, added
 from psservice.state.v1 import journal_pb2 as rec
 from psservice.storage.journal_format import Body
-from psservice.types import Identity, PushAnswer
+from psservice.values import Identity, PushAnswer
 from psservice.wire.identity import identity_from_message
 
 

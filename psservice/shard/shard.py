@@ -15,15 +15,15 @@ from pscore.selection import SELECTORS
 from pscore.wire.codecs.names import VALUE_CODECS
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.apply_thread import ApplyThread
-from psservice.cluster.drain_gate import DrainGate
-from psservice.cluster.leases import Leases, ServingClock
+from psservice.durability.durability import Durability, Prepared
+from psservice.durability.final_model import FinalModel, ModelCopy
+from psservice.membership.admission import Admission
+from psservice.membership.drain_gate import DrainGate
+from psservice.membership.leases import Leases, ServingClock
 from psservice.model.parameters import ModelShard
+from psservice.model.reply_mode import ReplyRule
 from psservice.model.topk import ImageBudget, TopKSettings
 from psservice.observability.metrics import Metrics
-from psservice.policy.admission import Admission
-from psservice.policy.reply_mode import ReplyRule
-from psservice.recovery.durability import Durability, Prepared
-from psservice.recovery.final_model import FinalModel, ModelCopy
 from psservice.settings import ServerSettings
 from psservice.shard.synchronizer import Synchronizer, synchronizer_for
 from psservice.shard.upload import Uploads
@@ -32,7 +32,7 @@ from psservice.state.run import Run
 from psservice.state.state import ShardState
 from psservice.storage.environment import Environment
 from psservice.storage.journal_format import EMPTY, Body
-from psservice.types import Identity, PushAnswer
+from psservice.values import Identity, PushAnswer
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.apply_thread import ApplyThread
 from psservice.awaiting import NotYetError
-from psservice.cluster.leases import Leases
-from psservice.cluster.member import Member
+from psservice.membership.leases import Leases
+from psservice.membership.member import Member
 from psservice.model.parameters import ModelShard
 from psservice.model.synchronous_rounds import SynchronousRound
 from psservice.model.wagma.replicas import GroupedShard, Replica
 from psservice.observability.metrics import Metrics
 from psservice.state.records import Record, worker_of
 from psservice.state.v1 import journal_pb2 as rec
-from psservice.types import Identity
+from psservice.values import Identity
 
 _MOST_STEP_AHEAD = 1 << 32
 """Iterations that one push of WAGMA may be ahead of the newest: newcomers begin behind it."""

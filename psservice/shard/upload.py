@@ -16,9 +16,9 @@ from pscore.wire.dense import DenseReader
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch, next_generation
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.cluster.leases import Leases
-from psservice.recovery.initial_model import InitialModel
-from psservice.types import Identity
+from psservice.durability.initial_model import InitialModel
+from psservice.membership.leases import Leases
+from psservice.values import Identity
 
 log = logging.getLogger(__name__)
 

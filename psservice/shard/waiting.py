@@ -5,7 +5,7 @@ from psservice.shard.shard import Shard
 from psservice.state.records import worker_of
 from psservice.state.run import RunState
 from psservice.state.v1 import journal_pb2 as rec
-from psservice.types import Identity
+from psservice.values import Identity
 
 
 def wait_for_all(shard: Shard, identity: Identity, number: int) -> list[str]:

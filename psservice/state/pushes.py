@@ -4,8 +4,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from psservice.policy.staleness import OwnVersions
-from psservice.types import Identity, PushAnswer
+from psservice.state.staleness import OwnVersions
+from psservice.values import Identity, PushAnswer
 
 MOST_RECORDS = 4096
 """Records without a lease that are kept; beyond that number the least recent go."""

@@ -13,10 +13,10 @@ from pscore.model.layout import Span
 from pscore.model.ranges import Ranges
 from pscore.model.sparse_slice import SparseSlice, merge
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.sampling.dataset import Share
+from psservice.data_leases.dataset import Share
 from psservice.state.v1 import journal_pb2 as rec
 from psservice.storage.journal_format import EMPTY, Body
-from psservice.types import Identity
+from psservice.values import Identity
 from psservice.wire.push_stream import read_all, read_push
 
 Record = (

@@ -11,20 +11,20 @@ from typing import Any, Literal
 
 from pscore.model.layout import ModelLayout
 from pscore.model.sparse_slice import SparseSlice
+from psservice.data_leases.dataset import Datasets, Plan, SampleRequest
 from psservice.model.buffers import BufferAverage
 from psservice.model.parameters import ModelShard
+from psservice.model.rules.base import PushContext
 from psservice.model.training_mode import TrainingMode
-from psservice.model.update.base import PushContext
 from psservice.model.wagma.group_rounds import Decision
 from psservice.model.wagma.replicas import GroupedShard
-from psservice.sampling.dataset import Datasets, Plan, SampleRequest
 from psservice.state.histories import Histories
 from psservice.state.pushes import Pushes
 from psservice.state.records import Record, identity_of, shard_history_of, share_of
 from psservice.state.run import Run, RunState, added
 from psservice.state.v1 import journal_pb2 as rec
 from psservice.state.workers import Workers
-from psservice.types import PushAnswer
+from psservice.values import PushAnswer
 
 
 class ShardState:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from psservice.types import Identity
+from psservice.values import Identity
 
 
 @dataclass(slots=True)

@@ -1,1 +1,1 @@
-"""Files that survive the process; :mod:`psservice.recovery.durability` gives their bytes a meaning."""
+"""Files that survive the process; :mod:`psservice.durability.durability` gives their bytes a meaning."""

@@ -35,7 +35,7 @@ class Manifest(_Strict):
         last_pushes: by worker name: incarnation and step of the last push, least recent first.
         memory: of the update rule and an open round, beside their tensors.
         delay_compensation, ledger_multiple: of the shard, for all records behind this.
-        last_checkpoint: the newest that the shard has taken part in; see ``psservice.cluster.checkpoints``.
+        last_checkpoint: the newest that the shard has taken part in; see ``psservice.durability.checkpoints``.
         origins, known_shards: of the shard's history of versions, and the histories of the other shards, as the
             protocol's JSON.
         crc32: of all this, with 0 in its place.

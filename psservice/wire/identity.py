@@ -3,7 +3,7 @@
 from pscore.names import LONGEST_NAME, is_name
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.types import Identity
+from psservice.values import Identity
 
 
 def require_name(what: str, text: str, longest: int = LONGEST_NAME) -> None:

@@ -162,7 +162,7 @@ def test_ports_are_those_of_the_settings(overlay, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_only_a_server_that_does_not_answer_is_restarted(overlay):
-    from psservice.app.server import LIVENESS
+    from psservice.process.server import LIVENESS
 
     spec = container(manifests.server(overlay))
     for probe in ("startupProbe", "livenessProbe"):

@@ -32,7 +32,7 @@ from psservice.settings import ServerSettings
 from psservice.shard.lifecycle import open_shard
 from psservice.shard.shard import Shard
 from psservice.state.run import RunState
-from psservice.types import Identity
+from psservice.values import Identity
 from tests.hostile.mutation import good_chunks, mutate, mutate_bytes
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]

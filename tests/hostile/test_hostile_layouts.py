@@ -13,7 +13,7 @@ from pscore.model.layout import ModelLayout, TensorSpec
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.messages import DATA_TYPES, layout_from_message, layout_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.recovery.initial_model import fit
+from psservice.durability.initial_model import fit
 from tests.hostile.mutation import mutate_bytes
 
 many = settings(deadline=None, max_examples=300)

@@ -11,9 +11,9 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.http import server as web
-from psservice.http.pages import application
-from psservice.http.server import WebServer
+from psservice.web import server as web
+from psservice.web.pages import application
+from psservice.web.server import WebServer
 from tests.system.tools import wait_until
 
 HOSTILE = "<script>alert(1)</script>\"'&`"

@@ -21,7 +21,7 @@ from psservice.shard.model_install import finish_upload, open_upload
 from psservice.shard.push import prepare_push
 from psservice.state.records import worker_of
 from psservice.state.v1 import journal_pb2 as rec
-from psservice.types import Identity
+from psservice.values import Identity
 
 HOUR = 3600.0
 ANNA, BERT = Identity("anna", "1"), Identity("bert", "1")

@@ -3,10 +3,10 @@ import time
 
 import pytest
 
-from psservice.cluster.leases import Leases
-from psservice.policy.reply_mode import ReplyRule
+from psservice.membership.leases import Leases
+from psservice.model.reply_mode import ReplyRule
 from psservice.state.workers import Worker
-from psservice.types import Identity
+from psservice.values import Identity
 from verify.failpoint import skewed_clock
 from verify.validate.process_samples import look, trend
 
@@ -48,9 +48,9 @@ def test_the_servers_own_modules_read_the_skewed_clock_and_leases_do_not_mind(tm
     clock = skewed_clock.SkewedClock(path)
     assert clock() == pytest.approx(time.time(), abs=5)
     changed = skewed_clock.modules_with_a_clock()
-    assert {"psservice.storage.environment", "psservice.rpc.status", "psservice.cluster.leases"} <= {*changed}
+    assert {"psservice.storage.environment", "psservice.rpc.status", "psservice.membership.leases"} <= {*changed}
     shifted = skewed_clock.shifted_time(clock)
-    monkeypatch.setattr("psservice.cluster.leases.time", shifted)
+    monkeypatch.setattr("psservice.membership.leases.time", shifted)
     members = Leases(60.0, lambda: ReplyRule("exact"))
     members.grant(Worker(Identity("w", "1")))
     for error in (-3e8, 3e8):

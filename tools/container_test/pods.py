@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.operator.client import OperateError, call
+from psservice.ctl.client import OperateError, call
 from tools.container_test import image, manifests
 from tools.container_test.machine import FAILED, TestFailedError, say, settle_in, wait_until
 from tools.container_test.manifests import PlayedPod

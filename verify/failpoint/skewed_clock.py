@@ -45,7 +45,7 @@ def set_error(path: Path, seconds: float) -> None:
 
 def modules_with_a_clock() -> list[str]:
     """Return the server's modules that read any clock."""
-    importlib.import_module("psservice.app.server")
+    importlib.import_module("psservice.process.server")
     return [
         name
         for name, module in list(sys.modules.items())

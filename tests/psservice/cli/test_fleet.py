@@ -4,10 +4,10 @@ import pytest
 
 from pscore.wire.errors import ErrorCode
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.operator.client import OperateError, Outcome, exit_status
-from psservice.operator.fleet import Fleet, disagreement, saved_share
-from psservice.operator.render import new_console
-from psservice.operator.top import frame, frame_plain
+from psservice.ctl.client import OperateError, Outcome, exit_status
+from psservice.ctl.fleet import Fleet, disagreement, saved_share
+from psservice.ctl.render import new_console
+from psservice.ctl.top import frame, frame_plain
 
 NO_ANSWER = OperateError("b: UNAVAILABLE")
 REFUSED = OperateError("b: NOT_FOUND", refused=True, reason=ErrorCode.NO_SUCH_WORKER)

@@ -12,16 +12,16 @@ from pscore.model.layout import Span
 from pscore.model.ranges import Ranges
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode
+from psservice.data_leases.dataset import Plan, SampleRequest
 from psservice.model.synchronous_rounds import RoundSettings, SynchronousRound
 from psservice.observability.metrics import Metrics
-from psservice.sampling.dataset import Plan, SampleRequest
 from psservice.settings import ServerSettings
 from psservice.shard.buffers_and_samples import lease_samples
 from psservice.shard.join import leave
 from psservice.shard.lifecycle import finish, open_shard
 from psservice.state.run import RunState
 from psservice.storage.environment import Environment
-from psservice.types import Identity
+from psservice.values import Identity
 from tests.psservice.service_makers import F32, layout_of, sparse_push
 from tests.psservice.shard_makers import (
     ANNA,

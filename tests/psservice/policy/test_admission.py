@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.awaiting import NotYetError
-from psservice.policy.admission import Admission, Pace
+from psservice.membership.admission import Admission, Pace
 from psservice.shard.join import leave
 from psservice.shard.lifecycle import finish
 from psservice.shard.push import check_push
-from psservice.types import Identity
+from psservice.values import Identity
 from tests.psservice.service_makers import F32, layout_of
 from tests.psservice.shard_makers import (
     ANNA,

@@ -8,7 +8,7 @@ import pytest
 
 from pscore.wire.errors import ErrorCode
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.app.server import Server
+from psservice.process.server import Server
 from psservice.settings import ServerSettings
 from tests.system.raw import TIMEOUT, RawWorker
 from verify.client.wire import reason_of

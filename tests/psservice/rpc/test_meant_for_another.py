@@ -8,7 +8,7 @@ import pytest
 from pscore.wire.messages import SHARD_HEADER, place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
-from psservice.app.server import Server, StartError
+from psservice.process.server import Server, StartError
 from psservice.rpc.calls import SERVICE
 from psservice.settings import ServerSettings
 

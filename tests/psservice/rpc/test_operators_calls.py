@@ -11,16 +11,16 @@ import torch
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.apply_thread import ApplyThread
-from psservice.cluster.drain_gate import DrainGate
+from psservice.data_leases.dataset import Plan, SampleRequest
+from psservice.membership.drain_gate import DrainGate
 from psservice.rpc.calls import handlers_of
 from psservice.rpc.operators import OperatorCalls
-from psservice.sampling.dataset import Plan, SampleRequest
 from psservice.shard.buffers_and_samples import lease_samples, open_exchange
 from psservice.shard.join import evict
 from psservice.shard.model_install import open_upload
 from psservice.shard.push import check_push
 from psservice.storage.files import Files
-from psservice.types import Identity
+from psservice.values import Identity
 from tests.hostile.service import Ended, called
 from tests.psservice.service_makers import F32, layout_of
 from tests.psservice.shard_makers import (

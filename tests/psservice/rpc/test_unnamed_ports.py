@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from psservice.app.shard_processes import _with_ports
+from psservice.process.shard_processes import _with_ports
 from psservice.rpc import ports
 from psservice.settings import ServerSettings
 

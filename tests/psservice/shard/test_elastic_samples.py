@@ -6,16 +6,16 @@ from hypothesis import strategies as st
 
 from pscore.model.ranges import Ranges
 from pscore.wire.errors import ErrorCode
-from psservice.sampling.codec import share_to_messages
-from psservice.sampling.dataset import Plan, SampleRequest
+from psservice.data_leases.codec import share_to_messages
+from psservice.data_leases.dataset import Plan, SampleRequest
 from psservice.shard.buffers_and_samples import lease_samples
 from psservice.shard.join import leave
 from psservice.shard.lifecycle import finish as finish_run
 from psservice.shard.push import prepare_push
 from psservice.shard.rollback import roll_back
-from psservice.types import Identity
+from psservice.values import Identity
 from psservice.wire.push_stream import read_all, read_push
-from tests.psservice.recovery.test_recovery import Shard, after_a_crash, begin, stream
+from tests.psservice.durability.test_recovery import Shard, after_a_crash, begin, stream
 from tests.psservice.service_makers import F32, layout_of
 from tests.psservice.shard_makers import (
     ANNA,

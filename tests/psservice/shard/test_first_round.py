@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.psservice.recovery.test_recovery import after_a_crash, send
+from tests.psservice.durability.test_recovery import after_a_crash, send
 from tests.psservice.service_makers import F32, layout_of, sparse_push
 from tests.psservice.shard_makers import ANNA, BERT, join, open_shards, upload
 

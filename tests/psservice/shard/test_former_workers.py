@@ -5,8 +5,8 @@ import pytest
 from psservice.shard.join import leave
 from psservice.shard.lifecycle import forget_old_pushes
 from psservice.state.pushes import MOST_RECORDS, RECORD_SECONDS
-from psservice.types import Identity
-from tests.psservice.recovery.test_recovery import LAYOUT, Shard, after_a_crash, begin, send
+from psservice.values import Identity
+from tests.psservice.durability.test_recovery import LAYOUT, Shard, after_a_crash, begin, send
 from tests.psservice.service_makers import sparse_push
 from tests.psservice.shard_makers import ANNA, join, present, push, with_clock
 

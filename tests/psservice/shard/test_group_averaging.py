@@ -13,8 +13,8 @@ from psservice.shard.lifecycle import finish
 from psservice.shard.push import check_push
 from psservice.shard.rollback import roll_back
 from psservice.state.run import RunState
-from psservice.types import Identity
-from tests.psservice.recovery.test_recovery import Shard, after_a_crash, send
+from psservice.values import Identity
+from tests.psservice.durability.test_recovery import Shard, after_a_crash, send
 from tests.psservice.service_makers import F32, bits, layout_of, segments_of, sparse_push
 from tests.psservice.shard_makers import (
     ANNA,

@@ -14,8 +14,8 @@ from psservice.observability.metrics import Metrics
 from psservice.settings import ServerSettings
 from psservice.shard.lifecycle import end_leases, open_shard
 from psservice.storage.environment import Environment
+from tests.psservice.durability.test_recovery import send
 from tests.psservice.fake_device import DEVICE, FakeDevice
-from tests.psservice.recovery.test_recovery import send
 from tests.psservice.service_makers import BF16, F16, F32, layout_of, sparse_push
 from tests.psservice.shard_makers import ANNA, BERT, HOUR, join, pull, theta, upload
 

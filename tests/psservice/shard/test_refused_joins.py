@@ -10,8 +10,8 @@ from pscore.model import modelfile
 from pscore.wire.errors import ErrorCode
 from psservice.shard import model_install
 from psservice.shard.join import evict, leave
-from psservice.types import Identity
-from tests.psservice.recovery.test_recovery import Shard, after_a_crash
+from psservice.values import Identity
+from tests.psservice.durability.test_recovery import Shard, after_a_crash
 from tests.psservice.service_makers import BF16, F32, layout_of
 from tests.psservice.shard_makers import (
     ANNA,

@@ -6,7 +6,7 @@ from pscore.wire.errors import ErrorCode
 from psservice.shard.lifecycle import end_leases
 from psservice.shard.rollback import LONGEST_HOLD_SECONDS, abandon, commit, prepare
 from psservice.storage.files import Files
-from tests.psservice.recovery.test_recovery import LAYOUT, Shard, after_a_crash, assert_same, begin, send
+from tests.psservice.durability.test_recovery import LAYOUT, Shard, after_a_crash, assert_same, begin, send
 from tests.psservice.service_makers import bits, sparse_push
 from tests.psservice.shard_makers import BERT, join, present, reason_of, theta
 

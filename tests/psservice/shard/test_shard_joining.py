@@ -11,7 +11,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model.reply_session import ReplyMode
 from psservice.shard.join import evict, leave
 from psservice.shard.model_install import upload_progress
-from psservice.types import Identity
+from psservice.values import Identity
 from tests.psservice.service_makers import BF16, F32, layout_of
 from tests.psservice.shard_makers import (
     ANNA,

@@ -12,7 +12,7 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode
 from psservice.shard.join import leave
 from psservice.shard.push import check_push
-from psservice.types import Identity
+from psservice.values import Identity
 from tests.psservice.service_makers import F32, layout_of
 from tests.psservice.shard_makers import (
     ANNA,

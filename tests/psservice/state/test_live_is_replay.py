@@ -18,9 +18,9 @@ from pscore.model.ranges import Ranges
 from pscore.wire.errors import Rejected
 from pscore.wire.messages import share_to_messages
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.data_leases.dataset import Plan, SampleRequest
+from psservice.durability.capture import capture
 from psservice.observability.metrics import Metrics
-from psservice.recovery.capture import capture
-from psservice.sampling.dataset import Plan, SampleRequest
 from psservice.settings import ServerSettings
 from psservice.shard.buffers_and_samples import exchange_buffers, lease_samples
 from psservice.shard.join import hear_of_shards, leave
@@ -31,10 +31,10 @@ from psservice.shard.waiting import wait_for_all
 from psservice.state.records import KINDS, kind_of
 from psservice.state.v1 import journal_pb2 as rec
 from psservice.storage.environment import Environment
-from psservice.types import Identity
+from psservice.values import Identity
 from psservice.wire.push_stream import read_all, read_push
-from tests.psservice.recovery.memory_disk import MemoryDisk
-from tests.psservice.recovery.test_recovery import LAYOUT, START, stream, values
+from tests.psservice.durability.memory_disk import MemoryDisk
+from tests.psservice.durability.test_recovery import LAYOUT, START, stream, values
 from tests.psservice.service_makers import bits, sparse_push
 from tests.psservice.shard_makers import join, present, pull, upload
 

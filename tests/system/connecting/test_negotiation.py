@@ -12,7 +12,7 @@ from pscore.wire.codecs.names import PLAIN_INDEX_CODECS
 from pscore.wire.messages import PROTOCOL_VERSION
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
-from psservice.app.server import Server
+from psservice.process.server import Server
 from psservice.rpc import workers
 from psservice.settings import ServerSettings
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, run_of, train_step

@@ -19,7 +19,7 @@ from pscore.net.channels import Security, open_channel
 from pscore.wire.errors import ErrorCode
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
-from psservice.operator.client import ShardClients
+from psservice.ctl.client import ShardClients
 from tests.system.raw import RawWorker, Stream, pull_of, push_of
 from tests.system.scripts import marked
 from tests.system.tools import wait_until

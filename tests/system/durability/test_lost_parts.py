@@ -10,7 +10,7 @@ import psclient
 from psclient.errors import ServerNotReadyError
 from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.operator.client import call
+from psservice.ctl.client import call
 from tests.system.tools import QUICK, make_data, make_model, train_step
 
 IMPATIENT = QUICK.model_copy(update={"connect_seconds": 3.0})

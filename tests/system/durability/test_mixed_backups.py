@@ -12,7 +12,7 @@ import psclient
 from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cli.main import main
-from psservice.operator.client import call
+from psservice.ctl.client import call
 from psservice.state.records import read_record
 from psservice.state.v1 import journal_pb2 as rec
 from psservice.storage.journal import SegmentReader

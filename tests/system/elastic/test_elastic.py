@@ -14,7 +14,7 @@ import psclient
 from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cli.main import main
-from psservice.operator.client import call
+from psservice.ctl.client import call
 from tests.system.tools import QUICK, make_data, make_model, run_of, train_step, wait_until
 
 COUNT = 120

@@ -12,7 +12,7 @@ import torch
 import psclient
 from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.operator.client import call
+from psservice.ctl.client import call
 from tests.system.node_processes import launch, launch_all
 from tests.system.tools import QUICK, make_data, make_model, train_step
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import psclient
 from psclient.rpc.local_server import LocalServer
-from psservice.app.server import Server
+from psservice.process.server import Server
 from psservice.settings import ServerSettings
 from tests.system.raw import RawWorker
 from tests.system.tools import QUICK, make_data, make_model, train_step

@@ -9,7 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cli import main as cli
-from psservice.operator.client import call
+from psservice.ctl.client import call
 
 
 def status(address):

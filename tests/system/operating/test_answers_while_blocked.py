@@ -10,7 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from psservice.app.server import Server
+from psservice.process.server import Server
 from psservice.settings import ServerSettings
 from tests.system.raw import TIMEOUT, RawWorker
 

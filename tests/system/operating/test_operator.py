@@ -13,7 +13,7 @@ import psclient
 from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cli import main as cli
-from psservice.operator.client import call
+from psservice.ctl.client import call
 from tests.system.operating.asking import looks, run, run_json, status
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, suspend, train_step, wait_until
 

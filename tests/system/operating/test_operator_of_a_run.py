@@ -17,7 +17,7 @@ from pscore.wire.frames import Checksum, WireForm, encode
 from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
-from psservice.operator.client import call
+from psservice.ctl.client import call
 from tests.system.operating.asking import health, refused, run, run_json, status, versions
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, run_of, train_step, wait_until
 

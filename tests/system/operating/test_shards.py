@@ -19,7 +19,7 @@ from psclient.errors import RefusedError
 from psclient.rpc.local_server import spawn
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cli import main as cli
-from psservice.operator.client import call
+from psservice.ctl.client import call
 from tests.system.operating.asking import metrics, status
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, run_of, train_step, wait_until
 
@@ -216,7 +216,7 @@ def test_more_shards_than_elements_are_refused_when_a_worker_joins(tmp_path):
 
 LIVES = """
 import os, signal, sys
-from psservice.app import shard_processes
+from psservice.process import shard_processes
 from psservice.settings import ServerSettings
 
 shard_processes._FIRST_DELAY_SECONDS = 0.0

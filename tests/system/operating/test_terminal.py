@@ -118,7 +118,7 @@ def test_a_workers_error_shows_what_a_server_says_without_obeying_it(liar):
 def test_a_line_of_the_log_is_one_line(form):
     script = (
         "import logging, sys\n"
-        "from psservice.observability import logging as logs\n"
+        "from psservice.observability import log_lines as logs\n"
         f"logs.configure('info', {form!r})\n"
         "log = logging.getLogger('test')\n"
         "evil = sys.argv[1]\n"

@@ -19,7 +19,7 @@ from pscore.telemetry import tracing
 from pscore.telemetry.span import NO_SPAN, TracingError
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
-from psservice.app.server import Server, StartError
+from psservice.process.server import Server, StartError
 from psservice.settings import ServerSettings
 from tests.system.scripts import ROOT
 from tests.system.tools import wait_until
@@ -197,7 +197,7 @@ def test_without_the_setting_nothing_is_loaded_and_nothing_sent(server, collecto
     said, _ = worker.communicate("\n", timeout=60)
     assert (said, worker.returncode) == ("False\n", 0)
     assert {span.trace for span in collector.spans} == before
-    probe = "import sys, psservice.app.server, psclient.optim.base; sys.exit('opentelemetry' in sys.modules)"
+    probe = "import sys, psservice.process.server, psclient.optim.base; sys.exit('opentelemetry' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], cwd=ROOT, timeout=60).returncode == 0
 
 

@@ -15,7 +15,7 @@ import psclient
 from psclient.errors import HeldBackError
 from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.operator.client import call
+from psservice.ctl.client import call
 from tests.system.operating.asking import status
 from tests.system.tools import (
     QUICK,

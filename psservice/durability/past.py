@@ -1,0 +1,157 @@
+"""A shard at a version of its past: a snapshot, and the records behind it, applied one by one."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from itertools import chain
+
+import torch
+from google.protobuf.message import DecodeError
+
+from pscore.wire.errors import Rejected
+from psservice.durability.capture import model_from, restore
+from psservice.model.changelog import ChangedIndices, ChangeLog, changed_by
+from psservice.model.parameters import ModelShard, on_device
+from psservice.settings import ShardSettings
+from psservice.state.records import KINDS, PUSHED, ROUND_CLOSED, read_record, read_update
+from psservice.state.run import Run
+from psservice.state.state import ShardState
+from psservice.state.v1 import journal_pb2 as rec
+from psservice.storage.files import StorageError
+from psservice.storage.formats import OtherReleaseError
+from psservice.storage.journal_format import Record as JournalRecord
+from psservice.storage.recovery_source import RecoverySource
+
+log = logging.getLogger(__name__)
+
+
+class Past:
+    """A shard's state at one version of its past.
+
+    ``settings`` serve from :meth:`apply_settings` on; until then, those with which the records were made. ``clock``
+    counts the seconds of the model's rounds, and ``state`` is that of a shard without a model. Raises
+    :class:`StorageError` if the snapshot does not make sense.
+    """
+
+    def __init__(
+        self,
+        source: RecoverySource,
+        device: torch.device,
+        settings: ShardSettings,
+        clock: Callable[[], float] = time.monotonic,
+        state: ShardState | None = None,
+    ) -> None:
+        self._source, self._device, self._settings, self._clock = source, device, settings, clock
+        self.snapshot = source.snapshot
+        self.state = state or ShardState(Run("", coordinator=False), clock)
+        restore(self.state, source.snapshot, source.tensors, device, settings, clock)
+        self.replayed = 0
+
+    @property
+    def model(self) -> ModelShard:
+        """The shard's part of the model."""
+        assert self.state.model is not None
+        return self.state.model
+
+    def replay(self, to_version: int | None = None) -> Iterator[int]:
+        """Replay the records one by one, and yield the version after each.
+
+        Raises :class:`StorageError` if the version is not covered, and :class:`RecordError` if a record cannot be
+        applied: the model may then have half of it.
+        """
+        if to_version is None or to_version > self.model.version:
+            for record in self._source.records():
+                try:
+                    self._apply(record)
+                except OtherReleaseError:
+                    raise
+                except Exception as error:  # torch's want of memory is a RuntimeError; and whatever fails each time
+                    raise self._source.unfit(record, error) from error
+                self.replayed += 1
+                yield self.model.version
+                if self.model.version == to_version:
+                    return
+        if to_version is not None and self.model.version != to_version:
+            first, last = self.snapshot.manifest.version, self.model.version
+            raise StorageError(f"version {to_version} is not covered: there are {first} to {last}")
+
+    def replay_to(self, version: int | None) -> None:
+        """Replay up to a version, or everything; see :meth:`replay`."""
+        for _ in self.replay(version):
+            pass
+
+    def versions_dropped(self) -> int:
+        """Count the versions behind the damage, as far as their records can be read."""
+        made_by = PUSHED if self.model.round is None else ROUND_CLOSED
+        return sum(record.kind == made_by for record in self._source.dropped())
+
+    def apply_settings(self) -> bool:
+        """Use the settings from now on; return whether they are new, so that a snapshot has to follow."""
+        old = self.model
+        wanted = model_from(self.snapshot.manifest, old.layout, old.theta, self._settings, self._clock)
+        if wanted.settings == old.settings:
+            return False
+        wanted.version = old.version
+        wanted.restore(old.export())
+        self.state.model = wanted
+        return True
+
+    def extend_changelog(self) -> None:
+        """Let the change log reach back before the snapshot, as far as the journal is kept: diffs stay sparse.
+
+        Segments are read newest first and only while there is room, so this takes no more memory than the log itself.
+        """
+        if not self.model.versions_are_pushes:
+            return
+        changelog, version = self.model.changelog, self.snapshot.manifest.version
+        for records in self._source.earlier_segments():
+            if changelog.covered_from != version or not changelog.room:
+                return
+            try:
+                newest = self._newest_changes(records, version, changelog.room)
+            except (StorageError, Rejected, ValueError, DecodeError):
+                return
+            changes = newest.all()
+            changelog.reach_back(changes)
+            if newest.covered_from:  # there was more than room
+                return
+            version -= len(changes)
+
+    def _newest_changes(self, records: Iterator[JournalRecord], version: int, room: int) -> ChangeLog:
+        """Return the changes of the last pushes of a segment, ending in ``version``, within ``room`` entries.
+
+        Raises ``ValueError`` if the versions do not follow one another.
+        """
+        newest = ChangeLog(self.model.span.length, room)
+        last: tuple[int, ChangedIndices] | None = None
+        for made, changed in chain(self._changes(records), [(version + 1, None)]):
+            if last is not None and last[0] == made - 1:
+                newest.append(*last)
+            elif last is not None and last[0] != made:  # else the push before was refused
+                raise ValueError(f"version {made} follows version {last[0]}")
+            last = made, changed
+        return newest
+
+    def _changes(self, journaled: Iterator[JournalRecord]) -> Iterator[tuple[int, ChangedIndices]]:
+        """Yield the version that each push was to make, and the indices that the push changed."""
+        for each in journaled:
+            if each.kind == PUSHED:
+                record, messages = read_record(each.kind, each.body)
+                assert isinstance(record, rec.Pushed)
+                if record.generation != self.snapshot.manifest.generation:
+                    raise ValueError(f"the push is of generation {record.generation}")
+                yield record.version, changed_by(read_update(messages, self.model.span))
+
+    def _apply(self, journaled: JournalRecord) -> None:
+        if journaled.kind not in KINDS:
+            path = self.snapshot.path.parents[1] / "journal"
+            raise OtherReleaseError(path, f"records of kind {journaled.kind}, unknown to this release", is_newer=True)
+        record, messages = read_record(journaled.kind, journaled.body)
+        if not isinstance(record, rec.Pushed):
+            self.state.apply(record)
+            return
+        update = on_device(read_update(messages, self.model.span), self._device)
+        try:
+            self.state.apply(record, update)
+        except Rejected as error:  # as it was then: that follows from the state and the push alone
+            log.debug("a push that was refused is left out", extra={"version": record.version, "why": str(error)})

@@ -1,0 +1,50 @@
+"""Maintenance: the loops are compiled before a push asks for them, freed memory goes back, and the thread ends."""
+
+import threading
+
+import pytest
+
+from psservice.process import maintenance
+
+
+def test_it_warms_up_trims_and_ends(monkeypatch):
+    trimmed = threading.Event()
+    monkeypatch.setattr(maintenance, "TRIM_SECONDS", 0.01)
+    monkeypatch.setattr(maintenance, "_malloc_trim", lambda: trimmed.set)
+    thread = maintenance.MaintenanceThread(lambda: 10**6)
+    assert trimmed.wait(60)
+    thread.close()
+    assert "maintenance" not in [each.name for each in threading.enumerate()]
+
+
+def test_a_failing_warm_up_is_logged_and_no_more(monkeypatch, caplog):
+    def fail():
+        raise OSError("no compiler")
+
+    monkeypatch.setattr(maintenance, "warm_up", fail)
+    trimmed = threading.Event()
+    monkeypatch.setattr(maintenance, "TRIM_SECONDS", 0.01)
+    monkeypatch.setattr(maintenance, "_malloc_trim", lambda: trimmed.set)
+    thread = maintenance.MaintenanceThread(lambda: 10**6)
+    assert trimmed.wait(60)
+    thread.close()
+    assert "could not be compiled ahead" in caplog.text
+
+
+def test_a_small_model_compiles_nothing_and_an_unknown_one_is_waited_for(monkeypatch):
+    monkeypatch.setattr(maintenance, "warm_up", lambda: pytest.fail("compiled"))
+    monkeypatch.setattr(maintenance, "_malloc_trim", lambda: None)
+    for size in (0, 100):
+        thread = maintenance.MaintenanceThread(lambda size=size: size)
+        thread.close()
+
+
+def test_a_c_library_without_trimming_is_no_reason_to_fail(monkeypatch):
+    monkeypatch.setattr(maintenance.ctypes, "CDLL", lambda name: object())
+    assert maintenance._malloc_trim() is None
+    maintenance._keep_freed_memory()
+
+
+def test_this_c_library_trims():
+    trim = maintenance._malloc_trim()
+    assert trim is None or trim() in (0, 1)
