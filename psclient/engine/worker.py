@@ -113,7 +113,17 @@ class Worker:
                 self._own_server.stop()
             raise
         replica = Replica(model.layout, model.parameters)
-        self.run = Run(shards, self._name, replica, model.buffers, method.name, agreed, settings, self._make_way)
+        way = weakref.WeakMethod(self._make_way)  # open streams refer to the run, and must not keep the worker alive
+        self.run = Run(
+            shards,
+            self._name,
+            replica,
+            model.buffers,
+            method.name,
+            agreed,
+            settings,
+            lambda: (make_way := way()) is not None and make_way(),
+        )
         self.grouping = Grouping(model.layout, settings.bucket_bytes)
         self.merged: MergedGradients | None = None
         if (merges := settings.merge == "mgs") or layer_density is not None:
