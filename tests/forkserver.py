@@ -332,6 +332,10 @@ def main() -> None:
 
     del sys.modules["triton"]
     import psclient.optim.base  # noqa: F401
+    import psservice.cli.serve
+    import psservice.observability.log_lines
+    import psservice.process.server
+    import psservice.process.shard_processes  # noqa: F401
     from pscore.warmup import warm_up
 
     warm_up()  # loads numba, which a server does with its first large push

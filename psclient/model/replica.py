@@ -143,9 +143,11 @@ class Replica:
         if _places_of(self.parameters) == self._places:
             return
         self._require_own_memory()
+        before = self._places[0]  # share_memory() moves a tensor, and with it the alias that is known here
         for position, (parameter, known) in enumerate(zip(self.parameters, self._known, strict=True)):
             alike = parameter.dtype is known.dtype
-            if alike and parameter.data_ptr() == known.data_ptr() and parameter.stride() == known.stride():
+            is_there = parameter.data_ptr() == known.data_ptr() == before[position]
+            if alike and is_there and parameter.stride() == known.stride():
                 continue
             if not alike or parameter.shape != known.shape or parameter.device != known.device:
                 raise ModelChangedError(

@@ -201,7 +201,8 @@ class Table:
     def select_on_device(self, difference: torch.Tensor, kernels: DeviceKernels) -> SelectedEntries:
         """Select from a difference, which is used up, by one series of launches; return the entries on the host."""
         if not difference.numel():
-            return SelectedEntries(torch.empty(0, dtype=torch.int64), torch.empty(0))
+            nothing = torch.empty(0, dtype=torch.int64, device="cpu")
+            return SelectedEntries(nothing, nothing.float())
         if self._segments is None:
             self._segments = DeviceSegments(kernels, self.ends - self.starts, self.starts)
             self._segments.rows["searched"] = self.ks < self.ends - self.starts

@@ -27,6 +27,7 @@ from psservice.observability.metrics import Metrics
 from psservice.rpc.auth import ANONYMOUS_ADMIN
 from psservice.rpc.calls import RULES, Call, check, handlers_of
 from psservice.rpc.operators import OperatorCalls
+from psservice.rpc.shards import ShardCalls
 from psservice.rpc.workers import WorkerCalls
 from psservice.settings import ServerSettings
 from psservice.shard.lifecycle import open_shard
@@ -104,7 +105,8 @@ class Service:
         values = {"lease_seconds": 3600.0, "run_id": "fuzz", **settings}
         self.engine = open_shard(ServerSettings.model_validate(values), torch.device("cpu"), Metrics())
         operators = OperatorCalls(self.engine, lambda: 0, lambda: None, lambda: None)
-        self.handlers = handlers_of(WorkerCalls(self.engine)) | handlers_of(operators)
+        calls = (WorkerCalls(self.engine), ShardCalls(self.engine), operators)
+        self.handlers = {rpc: handler for each in calls for rpc, handler in handlers_of(each).items()}
         self.identity = pb.WorkerIdentity(run_id="fuzz", worker_id="anna", incarnation="1")
         self.step = 0
         self.span = Span(0, LAYOUT.size)
@@ -192,6 +194,7 @@ class Service:
                     held=[pb.SampleRange(start=chance.randrange(900), count=chance.randrange(1, 100))],
                 )
             ],
+            "FollowRun": lambda: [pb.FollowRunRequest(num_shards=1, known=chance.randrange(3))],
             "GetStatus": lambda: [pb.GetStatusRequest()],
             "FinishRun": lambda: [pb.FinishRunRequest(run_id="another")],
             "TakeSnapshot": lambda: [pb.TakeSnapshotRequest(checkpoint="c")],

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 STRAY = """
 import sys, threading, warnings
 from psservice.observability import log_lines
-logging.configure("info", "json")
+log_lines.configure("info", "json")
 warnings.warn("a warning")
 thread = threading.Thread(target=lambda: 1 / 0)
 thread.start(); thread.join()

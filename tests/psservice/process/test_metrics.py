@@ -110,7 +110,7 @@ def test_failed_writes_are_counted(running, monkeypatch):
     push(running, 1, {2: 1.0})
     assert value(running, "psservice_journal_bytes_total") > before
     with monkeypatch.context() as patched:
-        patched.setattr(snapshots, "write", full)
+        patched.setattr(snapshots, "prepare", full)
         assert reason_of(running.durability.take_asked, "") is ErrorCode.NOT_DURABLE
     assert value(running, "psservice_snapshot_errors_total") == 1
 

@@ -49,7 +49,7 @@ def proxy(request, monkeypatch):
 
 def test_nothing_on_this_machine_goes_through_a_proxy(proxy, tmp_path, capsys):
     w = torch.nn.Parameter(torch.zeros(8))
-    with psclient.ASGD([w], lr=0.1) as optimizer:  # starts a server
+    with psclient.ASGD([w], lr=0.1, server="local") as optimizer:  # starts a server
         w.sum().backward()
         optimizer.step()
     with psclient.LocalServer(shards=2, health_listen="127.0.0.1:0") as server:

@@ -159,7 +159,8 @@ def test_no_message_of_an_error_takes_the_place_of_the_output(program):
 @pytest.mark.executes_python
 def test_a_worker_with_closed_streams_starts_a_server_of_its_own():
     script = (
-        "import torch, psclient; w = torch.nn.Parameter(torch.zeros(8)); o = psclient.ASGD([w], lr=0.1); "
+        "import torch, psclient; w = torch.nn.Parameter(torch.zeros(8)); "
+        "o = psclient.ASGD([w], lr=0.1, server='local'); "
         "w.sum().backward(); o.step(); assert o.version == 1; o.close()"
     )
     command = ["sh", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "sh", sys.executable, "-c", script]
