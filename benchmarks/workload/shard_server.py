@@ -83,22 +83,22 @@ class InProcessShard:
         )
         return list(requests)
 
-    def read(self, messages: Sequence[pb.PushSparseRequest]) -> tuple[pb.PushHeader, list[SparseSlice]]:
+    def read(self, messages: Sequence[pb.PushSparseRequest]) -> tuple[pb.PushHeader, SparseSlice | None]:
         """Decode and validate a push, as the server does while it arrives."""
 
         def admit(header: pb.PushHeader) -> Span:
             check_push(self.shard, self.identity, header.step)
             return self.shard.span
 
-        header, segments, _ = read_all(read_push(admit), messages)
-        return header, segments
+        header, entries, _ = read_all(read_push(admit), messages)
+        return header, entries
 
     def apply(
-        self, header: pb.PushHeader, segments: list[SparseSlice], messages: Sequence[pb.PushSparseRequest] = ()
+        self, header: pb.PushHeader, entries: SparseSlice | None, messages: Sequence[pb.PushSparseRequest] = ()
     ) -> PushAnswer:
-        """Merge and apply a push that has been read; the messages go into the journal, where there is one."""
+        """Apply a push that has been read; the messages go into the journal, where there is one."""
         raw = [message.SerializeToString() for message in messages]
-        answer, repeated = self.shard.apply_thread.run(prepare_push(self.shard, header, segments, raw))
+        answer, repeated = self.shard.apply_thread.run(prepare_push(self.shard, header, entries, raw))
         self.shard.durability.records.wait()
         assert not repeated
         return answer
@@ -109,7 +109,7 @@ class InProcessShard:
         identity = pb.WorkerIdentity(worker_id=self.identity.worker_id, incarnation=self.identity.incarnation)
         base, generation = self.model.version, self.generation
         header = pb.PushHeader(identity=identity, step=self._step, generation=generation, base_version=base, samples=1)
-        self.shard.apply_thread.run(prepare_push(self.shard, header, [push]))
+        self.shard.apply_thread.run(prepare_push(self.shard, header, push))
 
     def pull(self, base_version: int) -> Reply:
         """Ask for an exact reply from a version on."""

@@ -207,12 +207,12 @@ class WorkerCalls:
             return shard.span
 
         try:
-            header, segments, arrivals = yield from read_push(
+            header, entries, arrivals = yield from read_push(
                 accept, lambda: call.arrived_nanoseconds, lambda: call.values
             )
         finally:
             receiving.end()
-        apply = prepare_push(shard, header, segments, call.raw or ())
+        apply = prepare_push(shard, header, entries, call.raw or ())
 
         def last_step() -> pb.PushSparseResponse:
             answer, repeated = shard.apply_thread.run(apply)

@@ -1,8 +1,8 @@
 """A push, from its header to its answer."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from pscore.model.sparse_slice import SparseSlice, merge
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.data_leases.codec import finished_of
@@ -34,18 +34,17 @@ def check_push(shard: Shard, identity: Identity, step: int) -> Member:
 
 
 def prepare_push(
-    shard: Shard, header: pb.PushHeader, segments: Iterable[SparseSlice], messages: Sequence[bytes] = ()
+    shard: Shard, header: pb.PushHeader, entries: SparseSlice | None, messages: Sequence[bytes] = ()
 ) -> Callable[[], tuple[PushAnswer, bool]]:
     """Return the job for the apply thread that applies a push once.
 
     The job returns the answer, and whether this identity had been answered before.
 
-    The segments are disjoint, inside the shard's span, and in any order; ``messages`` go into the journal. The answer
-    may be sent after ``durability.records.wait``.
+    ``entries`` are over the shard's span, ``None`` if there are none; ``messages`` go into the journal. The answer may
+    be sent after ``durability.records.wait``.
     """
-    merged = merge(shard.span, sorted(segments, key=lambda segment: segment.span.start))
     finished = finished_of(header) if header.finished else {}
-    update, body = on_device(merged, shard.device), shard.durability.records.body(messages)
+    update, body = on_device(entries, shard.device), shard.durability.records.body(messages)
     return lambda: _push(shard, header, update, finished, body)
 
 

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError, Message
 
 from pscore.model.layout import Span
 from pscore.model.ranges import Ranges
-from pscore.model.sparse_slice import SparseSlice, merge
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.data_leases.dataset import Share
 from psservice.state.v1 import journal_pb2 as rec
@@ -81,8 +81,8 @@ def read_record(kind: int, body: bytes) -> tuple[Record, list[bytes]]:
 def read_update(messages: Sequence[bytes], span: Span) -> SparseSlice | None:
     """Decode the entries of a push over a shard's span; raises :class:`~pscore.wire.errors.Rejected`."""
     pushed = map(pb.PushSparseRequest.FromString, messages)
-    _, segments, _ = read_all(read_push(lambda header: span), pushed)
-    return merge(span, sorted(segments, key=lambda segment: segment.span.start))
+    _, entries, _ = read_all(read_push(lambda header: span), pushed)
+    return entries
 
 
 def _messages_in(body: bytes) -> list[bytes]:

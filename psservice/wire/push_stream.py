@@ -57,13 +57,13 @@ def read_push(
     accept: Callable[[pb.PushHeader], Span],
     clock: Callable[[], int] = time.perf_counter_ns,
     values: Callable[[], Sequence[memoryview]] = tuple,
-) -> Reading[pb.PushSparseRequest, tuple[pb.PushHeader, list[SparseSlice], list[int]]]:
+) -> Reading[pb.PushSparseRequest, tuple[pb.PushHeader, SparseSlice | None, list[int]]]:
     """Read a whole push: its groups in any order, each ascending inside its own span.
 
     ``accept`` checks the header and returns the shard's span; ``clock`` tells when the message that is being read has
-    arrived, ``values`` its value bytes that are not in the message itself. Returns header, the entries as one segment
-    or none, and when each group was whole, nanoseconds after the header. Raises :class:`Rejected` if the stream
-    breaks the form, or is cut (``BAD_COMMIT``).
+    arrived, ``values`` its value bytes that are not in the message itself. Returns the header, the entries over the
+    shard's span (``None``: there are none), and when each group was whole, nanoseconds after the header. Raises
+    :class:`Rejected` if the stream breaks the form, or is cut (``BAD_COMMIT``).
     """
     request = yield
     header: pb.PushHeader = header_of(request, "a push")
@@ -83,7 +83,7 @@ def read_push(
             checksum.verify(request.commit)
             readers.sort(key=lambda reader: reader.within.start)
             whole = merge(span, (segment for reader in readers for segment in reader.segments))
-            return header, [] if whole is None else [whole], arrivals
+            return header, whole, arrivals
         request = yield
         if request is not None and (request.HasField("header") or not (request.chunks or request.HasField("commit"))):
             raise Rejected(ErrorCode.BAD_REQUEST, "a push goes on with chunks or its commit")

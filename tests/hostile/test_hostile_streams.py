@@ -48,7 +48,8 @@ def header_with(plan):
 
 
 def take_push(messages):
-    return read_all(read_push(lambda header: SHARD), messages)
+    header, entries, arrivals = read_all(read_push(lambda header: SHARD), messages)
+    return header, [] if entries is None else [entries], arrivals
 
 
 def upload_messages(buffers=b"statistics"):

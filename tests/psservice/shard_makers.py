@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pscore.model.buffers import pack
-from pscore.model.sparse_slice import SparseSlice
+from pscore.model.sparse_slice import SparseSlice, merge
 from pscore.wire import frames
 from pscore.wire.errors import Rejected
 from pscore.wire.messages import share_to_messages
@@ -115,13 +115,15 @@ def push(shard, step, entries=(), who=ANNA, *, generation=None, base=0, samples=
         offsets = torch.tensor([i - shard.span.start for i in chosen], dtype=torch.int64)
         values = torch.tensor([entries[i] for i in chosen], dtype=torch.float32)
         entries = [SparseSlice(shard.span, offsets, values)] if chosen else []
-    answer = shard.apply_thread.run(prepare_push(shard, *push_of(who, step, generation, base, samples, list(entries))))
+    whole = merge(shard.span, sorted(entries, key=lambda segment: segment.span.start))
+    header, entries = push_of(who, step, generation, base, samples, [] if whole is None else [whole])
+    answer = shard.apply_thread.run(prepare_push(shard, header, entries))
     shard.durability.records.wait()
     return answer
 
 
 def push_of(who, step, generation, base, samples, segments, learning_rate=0.0, finished=None):
-    """Header and segments of a push; ``finished`` has samples by dataset."""
+    """Header and entries of a push, in a list or none; ``finished`` has samples by dataset."""
     header = pb.PushHeader(
         identity=pb.WorkerIdentity(worker_id=who.worker_id, incarnation=who.incarnation),
         step=step,
@@ -132,7 +134,8 @@ def push_of(who, step, generation, base, samples, segments, learning_rate=0.0, f
     )
     for dataset, share in (finished or {}).items():
         header.finished.add(dataset=dataset, ranges=share_to_messages(share))
-    return header, segments
+    (entries,) = segments or [None]
+    return header, entries
 
 
 def pull(shard, who=ANNA, *, generation=None, base=None, acknowledged=0, image=False):

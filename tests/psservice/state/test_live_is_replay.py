@@ -127,9 +127,9 @@ class History:
         if held and draw.random() < 0.5:
             messages[0].header.finished.add(dataset="train", ranges=share_to_messages(held))
         check_push(shard, who, step)
-        header, segments, _ = read_all(read_push(lambda opened: shard.span), messages)
+        header, entries, _ = read_all(read_push(lambda opened: shard.span), messages)
         raw = [message.SerializeToString() for message in messages]
-        shard.apply_thread.run(prepare_push(shard, header, segments, raw))
+        shard.apply_thread.run(prepare_push(shard, header, entries, raw))
 
     def come_and_go(self, name, seed):
         leave(self.shard, self.identity(name))
