@@ -51,13 +51,14 @@ class LocalServer:
         self._owner = os.getpid()
         self._settings: dict[str, object] = {"log_format": "text", "log_level": "warning", "listen": "127.0.0.1:0"}
         self._settings |= {"health_listen": "", "metrics_listen": "127.0.0.1:0", "device": "cpu"} | settings
-        self._folder = tempfile.TemporaryDirectory(prefix="psclient-", ignore_cleanup_errors=True)
-        if shards > 1:  # on which shard 0 tells the others
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        if shards > 1:  # with the socket on which the others follow shard 0
+            self._folder = tempfile.TemporaryDirectory(prefix="psclient-", ignore_cleanup_errors=True)
             self._settings["coordinator"] = f"unix:{self._folder.name}/shard-0"
         self.processes: list[subprocess.Popen[bytes]] = []
         self.addresses, self.metrics_addresses, self.health_addresses = ([""] * shards for _ in range(3))
         try:
-            ready = [self._start(index, str(self._settings["listen"])) for index in range(shards)]  # all at once
+            ready = [self._start(index) for index in range(shards)]  # all at once
             for index in range(shards):
                 self._await_ready(index, ready[index])
         except BaseException:
@@ -70,9 +71,20 @@ class LocalServer:
         return ",".join(self.addresses)
 
     def restart(self, index: int = 0) -> None:
-        """Start shard ``index`` again at its old address after its process has ended."""
+        """Start shard ``index`` again at its old addresses after its process has ended.
+
+        With free ports of its own choice it could take that of another shard that is to be started again too.
+        """
         self.processes[index].wait(_STOP_SECONDS)
-        self._await_ready(index, self._start(index, self.addresses[index]))
+        self._await_ready(
+            index,
+            self._start(
+                index,
+                listen=self.addresses[index],
+                metrics_listen=self.metrics_addresses[index],
+                health_listen=self.health_addresses[index],
+            ),
+        )
 
     def stop(self) -> None:
         """Stop the processes: SIGTERM, and SIGKILL if that is not heeded in time; one time for all of them.
@@ -92,7 +104,8 @@ class LocalServer:
                 log.warning("server process %d did not stop; killing it", process.pid)
                 process.kill()
                 process.wait()
-        self._folder.cleanup()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def __enter__(self) -> Self:
         return self
@@ -100,16 +113,19 @@ class LocalServer:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _start(self, index: int, listen: str) -> int:
-        """Start a shard's process; return the pipe on which it says that it serves."""
+    def _start(self, index: int, **addresses: str) -> int:
+        """Start a shard's process, at these addresses; return the pipe on which it says that it serves."""
         read_end, write_end = _pipe()
-        settings = self._settings | {
-            "listen": listen,
-            "shard_index": index,
-            "num_shards": len(self.addresses),
-            "ready_fd": write_end,
-            "parent_pid": os.getpid(),
-        }
+        settings = (
+            self._settings
+            | addresses
+            | {
+                "shard_index": index,
+                "num_shards": len(self.addresses),
+                "ready_fd": write_end,
+                "parent_pid": os.getpid(),
+            }
+        )
         flags = [_flag(name, value) for name, value in settings.items() if value is not None]
         try:
             self.processes[index : index + 1] = [spawn(flags, write_end, self._log_to)]

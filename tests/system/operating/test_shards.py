@@ -249,3 +249,14 @@ def test_how_a_shard_ends_decides_how_all_end(end, state, status, why):
     answer = subprocess.run([sys.executable, "-c", program, end, state], capture_output=True, text=True, timeout=60)
     assert answer.returncode == status, answer.stderr
     assert answer.stderr.count("is started again") == (6 if "often" in why else 0)
+
+
+def test_an_embedded_shard_is_started_again_at_its_old_addresses():
+    """With free ports of its own choice it could take that of another shard that is down too."""
+    with psclient.LocalServer(shards=2, health_listen="127.0.0.1:0") as server:
+        before = [*server.addresses], [*server.metrics_addresses], [*server.health_addresses]
+        for process in server.processes:
+            process.kill()
+        for shard in range(2):
+            server.restart(shard)
+        assert before == (server.addresses, server.metrics_addresses, server.health_addresses)
