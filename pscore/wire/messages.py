@@ -1,7 +1,8 @@
 """Translation between the proto's messages and :mod:`pscore.model.layout` and :mod:`pscore.model.ranges`."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
@@ -10,6 +11,8 @@ from pscore.model.ranges import Ranges
 from pscore.names import shown, tensor_name_fault
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
+
+Places = TypeVar("Places")
 
 PROTOCOL_VERSION = 2
 
@@ -152,8 +155,21 @@ def _described(spec: pb.TensorSpec) -> str:
 
 def share_to_messages(share: Mapping[int, Ranges]) -> list[pb.SampleRange]:
     """Write places of a dataset by epoch, oldest epoch first."""
+    return share_as(pb.SampleRange, share)
+
+
+def share_as(kind: Callable[..., Places], share: Mapping[int, Ranges]) -> list[Places]:
+    """Write places of a dataset as :func:`share_to_messages`, in messages of another kind with the same names."""
     return [
-        pb.SampleRange(epoch=epoch, start=start, count=end - start)
+        kind(epoch=epoch, start=start, count=end - start)
         for epoch, ranges in sorted(share.items())
         for start, end in ranges
     ]
+
+
+def share_from_messages(messages: Iterable[Any]) -> dict[int, Ranges]:
+    """Read what :func:`share_to_messages` has written; what is out of bounds is its caller's to refuse."""
+    pairs: dict[int, list[tuple[int, int]]] = {}
+    for each in messages:
+        pairs.setdefault(each.epoch, []).append((each.start, each.start + each.count))
+    return {epoch: Ranges(found) for epoch, found in pairs.items()}

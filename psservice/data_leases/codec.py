@@ -6,7 +6,7 @@ from typing import Any
 
 from pscore.model.ranges import Ranges
 from pscore.wire.errors import ErrorCode, Rejected
-from pscore.wire.messages import share_to_messages
+from pscore.wire.messages import share_from_messages, share_to_messages
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.data_leases.dataset import (
     MOST_DATASETS,
@@ -54,15 +54,13 @@ def share_of(messages: Sequence[pb.SampleRange], size: int) -> dict[int, Ranges]
         raise Rejected(
             ErrorCode.BAD_REQUEST, f"{len(messages)} ranges of samples; a message names at most {MOST_RANGES}"
         )
-    pairs: dict[int, list[tuple[int, int]]] = {}
     for each in messages:
         end = each.start + each.count
         if not each.count or end > size or each.epoch >= MOST_EPOCHS:
             raise Rejected(
                 ErrorCode.BAD_REQUEST, f"a dataset of {size} has no samples [{each.start}, {end}) of epoch {each.epoch}"
             )
-        pairs.setdefault(each.epoch, []).append((each.start, end))
-    return {epoch: Ranges(found) for epoch, found in pairs.items()}
+    return share_from_messages(messages)
 
 
 def answer_to_message(leased: Leased, run_state: pb.RunState.ValueType) -> pb.LeaseSamplesResponse:

@@ -5,19 +5,22 @@ the messages of a push's stream, if it is a push, and then the record, each behi
 """
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
 from pscore.model.layout import Span
-from pscore.model.ranges import Ranges
 from pscore.model.sparse_slice import SparseSlice
+from pscore.wire.messages import share_as
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.data_leases.dataset import Share
 from psservice.state.v1 import journal_pb2 as rec
 from psservice.storage.journal_format import EMPTY, Body
 from psservice.values import Identity
 from psservice.wire.push_stream import read_all, read_push
+
+T = TypeVar("T")
 
 Record = (
     rec.Pushed
@@ -112,46 +115,28 @@ def identity_of(worker: rec.Worker) -> Identity:
 
 def places_of(share: Share) -> list[rec.Places]:
     """Write places as records have them."""
-    return [
-        rec.Places(epoch=epoch, start=start, count=end - start)
-        for epoch, ranges in sorted(share.items())
-        for start, end in ranges
-    ]
-
-
-def share_of(places: Iterable[rec.Places]) -> dict[int, Ranges]:
-    """Read places."""
-    pairs: dict[int, list[tuple[int, int]]] = {}
-    for each in places:
-        pairs.setdefault(each.epoch, []).append((each.start, each.start + each.count))
-    return {epoch: Ranges(found) for epoch, found in pairs.items()}
+    return share_as(rec.Places, share)
 
 
 def history_of(known: pb.ShardHistory) -> rec.History:
     """Write what is known of a shard's history as records have it."""
-    origins = [
-        rec.Origin(generation=each.generation, version=each.version, checkpoint=each.checkpoint)
-        for each in known.origins
-    ]
-    return rec.History(
-        shard_index=known.shard_index,
-        generation=known.generation,
-        version=known.version,
-        origins=origins,
-        lost_versions=known.lost_versions,
-    )
+    return _same_history(known, rec.History, rec.Origin)
 
 
 def shard_history_of(history: rec.History) -> pb.ShardHistory:
     """Read what is known of a shard's history."""
-    origins = [
-        pb.ShardOrigin(generation=each.generation, version=each.version, checkpoint=each.checkpoint)
-        for each in history.origins
-    ]
-    return pb.ShardHistory(
-        shard_index=history.shard_index,
-        generation=history.generation,
-        version=history.version,
-        origins=origins,
-        lost_versions=history.lost_versions,
+    return _same_history(history, pb.ShardHistory, pb.ShardOrigin)
+
+
+def _same_history(found: pb.ShardHistory | rec.History, history: Callable[..., T], origin: Callable[..., Any]) -> T:
+    """Return a history as another message, which has fields of the same names."""
+    return history(
+        shard_index=found.shard_index,
+        generation=found.generation,
+        version=found.version,
+        origins=[
+            origin(generation=each.generation, version=each.version, checkpoint=each.checkpoint)
+            for each in found.origins
+        ],
+        lost_versions=found.lost_versions,
     )

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pscore.model.layout import ModelLayout
 from pscore.model.sparse_slice import SparseSlice
+from pscore.wire.messages import share_from_messages
 from psservice.data_leases.dataset import Datasets, Plan, SampleRequest
 from psservice.model.buffers import BufferAverage
 from psservice.model.parameters import ModelShard
@@ -20,7 +21,7 @@ from psservice.model.wagma.group_rounds import Decision
 from psservice.model.wagma.replicas import GroupedShard
 from psservice.state.histories import Histories
 from psservice.state.pushes import Pushes
-from psservice.state.records import Record, identity_of, shard_history_of, share_of
+from psservice.state.records import Record, identity_of, shard_history_of
 from psservice.state.run import Run, RunState, added
 from psservice.state.v1 import journal_pb2 as rec
 from psservice.state.workers import Workers
@@ -90,7 +91,7 @@ class ShardState:
             )
         started = time.perf_counter_ns()
         context = PushContext(record.base_version, record.learning_rate, record.samples, tuple(record.group_rates))
-        finished = {each.dataset: share_of(each.places) for each in record.finished}
+        finished = {each.dataset: share_from_messages(each.places) for each in record.finished}
         datasets = self.datasets.finish(identity, finished) if finished else {}
         model.take(identity.worker_id, update, context, record.step)
         answer = PushAnswer(record.version, record.staleness, time.perf_counter_ns() - started)
@@ -149,10 +150,10 @@ class ShardState:
             Plan(record.size, record.seed, record.shuffle),
             record.epoch if record.HasField("epoch") else None,
             0,
-            share_of(record.held),
+            share_from_messages(record.held),
         )
         gone = frozenset(map(identity_of, record.gone))
-        self.datasets.apply(identity_of(record.worker), request, share_of(record.granted), gone)
+        self.datasets.apply(identity_of(record.worker), request, share_from_messages(record.granted), gone)
 
     def _model(self) -> ModelShard:
         if self.model is None:
