@@ -31,11 +31,6 @@ class RecordLog:
     journal: Journal | None = None
 
     @property
-    def is_kept(self) -> bool:
-        """Whether there is a journal."""
-        return self.journal is not None
-
-    @property
     def must_wait(self) -> bool:
         """Whether :meth:`wait` may wait for a disk."""
         return self.journal is not None and self.journal.waits

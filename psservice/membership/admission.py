@@ -9,12 +9,11 @@ from psservice.awaiting import NotYetError
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """A worker's clock beside the lowest of the other live ones, and the time since the last push of that worker."""
+    """A worker's clock beside the lowest of the other live ones."""
 
     clock: int
     slowest: int
     slowest_worker: str
-    silent_seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,7 +190,7 @@ class Leases:
                 return None
             slowest = min(others, key=lambda other: (other.worker.clock, other.clock_moved))
             clock, name = slowest.worker.clock, slowest.identity.worker_id
-            return Pace(member.worker.clock, clock, name, max(0.0, self.clock() - slowest.clock_moved))
+            return Pace(member.worker.clock, clock, name)
 
     def pushed(self, member: Member) -> None:
         """Note that one of a member's pushes was applied."""
