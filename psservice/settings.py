@@ -150,6 +150,11 @@ class ServerSettings(LayeredSettings):
         return f"--{name.replace('_', '-')}"
 
     @property
+    def coordinator_is_here(self) -> bool:
+        """Whether shard 0 is reached by a socket of this host, which no other user may enter."""
+        return self.coordinator.startswith("unix:")
+
+    @property
     def shard(self) -> ShardSettings:
         """The change log and the correction of stale pushes."""
         return ShardSettings(self.ledger_multiple, self.delay_compensation)

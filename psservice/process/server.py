@@ -29,7 +29,7 @@ from psservice.rpc.file_watcher import FileWatcher
 from psservice.rpc.health_and_reflection import LIVENESS, Health, reflection_handlers
 from psservice.rpc.operators import OperatorCalls
 from psservice.rpc.ports import EventLoop, bind_port, open_port
-from psservice.rpc.shards import Follower, ShardCalls
+from psservice.rpc.shards import Follower, ShardCalls, security_of
 from psservice.rpc.status import bind_certificates, bind_metrics
 from psservice.rpc.watched_files import SecurityError
 from psservice.rpc.workers import WorkerCalls
@@ -103,6 +103,9 @@ class Server:
         settings = self.settings
         if settings.shard_index and not settings.coordinator:
             raise StartError(f"shard {settings.shard_index} follows shard 0: give shard 0's HOST:PORT as --coordinator")
+        needs_ca = settings.tls_cert is not None and not settings.coordinator_is_here
+        if settings.shard_index and needs_ca and security_of(settings).ca is None:
+            raise StartError("shard 0's certificate cannot be checked: give its CA as --coordinator-ca")
         try:
             if settings.tracing:
                 tracing.start("psservice", f"shard-{settings.shard_index}")
@@ -134,9 +137,9 @@ class Server:
             return number
 
         self.address = self._listen(settings.listen, "--listen", open_workers_port)
-        if settings.coordinator.startswith("unix:") and self.shard.is_coordinator:
+        if settings.coordinator_is_here and self.shard.is_coordinator:
             self._shards_port, _ = self._loop.run(open_port(settings.coordinator, handlers, None))
-        elif settings.coordinator:
+        elif settings.shard_index:
             self._follower = Follower(self.shard, authenticator)
         self._maintenance = MaintenanceThread(lambda: self.shard.model.layout.size if self.shard.model else 0)
 

@@ -73,7 +73,7 @@ def lease_samples(shard: Shard, identity: Identity, request: SampleRequest) -> L
         had_none = member.has_no_samples
         member.has_no_samples = request.samples > 0 and not leased.after.held_by(identity)
         if member.has_no_samples != had_none:
-            shard.leases.waiters.wake()
+            shard.tell_shards()
         return leased
 
     leased = shard.apply_thread.run(lease)

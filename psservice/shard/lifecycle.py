@@ -84,7 +84,7 @@ def end_left_workers(shard: Shard) -> None:
     for worker in shard.state.workers:
         if not shard.leases.is_live(worker.identity):
             commit_or_warn(shard, rec.Left(worker=worker_of(worker.identity)))
-            shard.leases.waiters.wake()
+            shard.tell_shards()
 
 
 def commit_or_warn(shard: Shard, record: Record) -> None:
@@ -165,6 +165,7 @@ def _end(shard: Shard, by: tuple[Identity, int] | None = None) -> None:
     shard.commit(rec.Finished())
     shard.last_push = by
     log.info("run finished", extra={"version": model.version, "samples": shard.run.samples})
+    shard.tell_shards()
     shard.leases.waiters.wake(everyone=True)
     shard.final_model.begin(shard.copy_now, shard.run.run_id)
 

@@ -67,7 +67,10 @@ def _push(
     assert answer is not None
     member.last_step, member.staleness = header.step, answer.staleness
     member.samples = added(member.samples, header.samples)
+    had_none = member.has_no_samples
     shard.leases.pushed(member)
+    if had_none:
+        shard.tell_shards()
     shard.metrics.observe_push(answer, shard.require_model(None).version)
     shard.require_synchronizer(None).close_if_due()
     end_if_over(shard, (identity, header.step))

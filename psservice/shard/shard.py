@@ -3,6 +3,7 @@
 What is done with a shard is in the files beside this one: joining, pushes, pulls, installing a model, the run's end.
 """
 
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,6 +63,7 @@ class Shard:
     Attributes:
         state: what snapshots and records keep, and what records alone change.
         synchronizer: synchronizes the pushes to the model; ``None`` before the upload.
+        news: a number that differs once there are news for the other shards; see :meth:`tell_shards`.
         rollback: that is prepared, while the shard holds.
         last_push: that ended the run on shard 0: its worker and step.
         ends_with: the same, as another shard heard of it.
@@ -106,9 +108,11 @@ class Shard:
         self.lease_ends: threading.Thread | None = None
         self.installing = False
         self.rollback: Rollback | None = None
+        self.news = 0
+        self._news = itertools.count(1)
         self.last_push: tuple[Identity, int] | None = None
         self.ends_with: tuple[Identity, int] | None = None
-        self.durability = Durability(self, on_health, self.leases.waiters.wake)
+        self.durability = Durability(self, on_health, self.tell_shards)
 
     def new_state(self) -> ShardState:
         """Return the state of a shard without a model."""
@@ -175,6 +179,11 @@ class Shard:
     def change(self, record: Record) -> None:
         """Commit a record that a replaced model does not concern; from any thread. Raises as :meth:`commit`."""
         self.apply_thread.run(lambda: self.commit(record), while_held=True)
+
+    def tell_shards(self) -> None:
+        """Have the calls of other shards answered, because what they are told has changed; from any thread."""
+        self.news = next(self._news)
+        self.leases.waiters.wake()
 
     def serve(self, state: ShardState) -> None:
         """Replace the state; while nothing is served, or the apply thread is held."""

@@ -1,9 +1,11 @@
 """A shard reaches shard 0 over TLS, with the proof of an admin's token, and goes on without it."""
 
+import threading
+
 import pytest
 import trustme
 
-from psservice.process.server import Server
+from psservice.process.server import Server, StartError
 from psservice.settings import ServerSettings
 from tests.system.tools import wait_until
 
@@ -24,6 +26,19 @@ def serve(files, index, **settings):
     secured = {"tls_cert": files / "cert.pem", "tls_key": files / "key.pem", "tokens": files / "tokens"}
     place = {"listen": "127.0.0.1:0", "shard_index": index, "num_shards": 2, "health_listen": "", "metrics_listen": ""}
     return Server(ServerSettings(**secured, **place, **settings))
+
+
+def test_a_shard_that_cannot_check_shard_0_does_not_start(files):
+    with pytest.raises(StartError, match="--coordinator-ca"):
+        serve(files, 1, coordinator="127.0.0.1:1")
+
+
+def test_shard_0_follows_nobody_if_its_own_address_is_set_for_all_shards(files):
+    first = serve(files, 0, coordinator="127.0.0.1:1")
+    try:
+        assert "follower" not in {thread.name for thread in threading.enumerate()}
+    finally:
+        first.stop()
 
 
 @pytest.mark.parametrize("trusts", [True, False])
