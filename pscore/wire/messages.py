@@ -168,7 +168,7 @@ def share_as(kind: Callable[..., Places], share: Mapping[int, Ranges]) -> list[P
 
 
 def share_from_messages(messages: Iterable[Any]) -> dict[int, Ranges]:
-    """Read what :func:`share_to_messages` has written; what is out of bounds is its caller's to refuse."""
+    """Read places that :func:`share_to_messages` has written; the caller refuses places out of bounds."""
     pairs: dict[int, list[tuple[int, int]]] = {}
     for each in messages:
         pairs.setdefault(each.epoch, []).append((each.start, each.start + each.count))

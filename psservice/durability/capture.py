@@ -154,7 +154,7 @@ def restore(
 def model_from(
     manifest: Manifest, layout: ModelLayout, theta: torch.Tensor, settings: ShardSettings, clock: Callable[[], float]
 ) -> ModelShard:
-    """Return a shard's model of parameters at a snapshot's version; without what its rule and round remember."""
+    """Return a shard's model of parameters at a snapshot's version; without the memories of its rule and round."""
     mode = TrainingMode.of(manifest.method_settings)
     return shard_kind(mode)(
         layout,

@@ -72,7 +72,7 @@ class Authenticator:
             watcher.watch(self._file.refresh)
 
     def shard_token(self) -> str:
-        """Return what a shard shows to another that has the same tokens; empty without tokens.
+        """Return the proof that a shard shows to another one with the same tokens; empty without tokens.
 
         It is made of an admin's token, which shards have and workers have not, and serves readers' calls.
         """

@@ -1,4 +1,4 @@
-"""What shards share of a run: shard 0 decides, and tells the others; they follow."""
+"""The run's id, end, checkpoints and workers without samples: shard 0 decides them, and the other shards follow."""
 
 import logging
 
@@ -16,7 +16,7 @@ RUN_STATES = {state: pb.RunState.Value(f"RUN_STATE_{state.name}") for state in R
 
 
 def news_of(shard: Shard) -> pb.RunNews:
-    """Return what the other shards are to know now; on shard 0, from any thread."""
+    """Return the present news for the other shards; on shard 0, from any thread."""
     run, last = shard.run, shard.last_push
     return pb.RunNews(
         run_id=run.run_id,

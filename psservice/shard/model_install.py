@@ -69,7 +69,7 @@ def prepare(shard: Shard, make: Callable[[], ShardState]) -> Prepared:
 
 
 def publish(shard: Shard, prepared: Prepared, published: Callable[[], None] = lambda: None) -> None:
-    """Publish what was prepared, and free the claim; raises :class:`Rejected` (``NOT_DURABLE``)."""
+    """Publish a prepared state, and free the claim; raises :class:`Rejected` (``NOT_DURABLE``)."""
 
     def serve(state: ShardState) -> None:
         with shard.join_lock:

@@ -77,7 +77,7 @@ def abandon(shard: Shard, ticket: str) -> Rollback:
 
 
 def end_hold(shard: Shard) -> None:
-    """Abandon what was prepared if its time is over; the thread of leases calls this often."""
+    """Abandon the prepared rollback once its hold is over; the thread of leases calls this often."""
     rollback = shard.rollback
     if rollback is None or shard.environment.monotonic() < rollback.hold_end:
         return

@@ -181,7 +181,7 @@ class Shard:
         self.apply_thread.run(lambda: self.commit(record), while_held=True)
 
     def tell_shards(self) -> None:
-        """Have the calls of other shards answered, because what they are told has changed; from any thread."""
+        """Have the calls of other shards answered, because there are news for them; from any thread."""
         self.news = next(self._news)
         self.leases.waiters.wake()
 

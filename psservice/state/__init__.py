@@ -1,1 +1,1 @@
-"""What a shard is at one moment of its history, and the records that change it."""
+"""The state of a shard, and the records that change it."""

@@ -14,7 +14,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 class Histories:
     """The origins of a shard's history, and the histories of the other shards. Thread-safe.
 
-    What workers tell is known at once, and becomes a part of the state with :meth:`apply`.
+    A history that a worker tells is known at once, and becomes a part of the state with :meth:`apply`.
 
     Args:
         origins: histories that the shard's own goes on from, oldest first.
@@ -63,12 +63,12 @@ class Histories:
         return lost
 
     def heard(self) -> list[pb.ShardHistory]:
-        """Return what workers have told since the last :meth:`apply`."""
+        """Return the histories that workers have told since the last :meth:`apply`."""
         with self._lock:
             return [self._heard[index] for index in sorted(self._heard)]
 
     def apply(self, histories: Iterable[pb.ShardHistory]) -> None:
-        """Know what was written down; what was heard after that is still to be written."""
+        """Take histories that were written down into the state; newer ones that workers told meanwhile stay unwritten."""
         with self._lock:
             for each in histories:
                 self._known[each.shard_index] = each

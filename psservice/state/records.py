@@ -53,7 +53,7 @@ KINDS: Mapping[int, type[Record]] = {
     11: rec.Forgot,
     12: rec.RunNamed,
 }
-"""The message of each kind of record; docs/operate/durability.md says what each kind is for."""
+"""The message of each kind of record; docs/operate/durability.md explains each kind."""
 
 _NUMBERS: Mapping[type[Message], int] = {message: number for number, message in KINDS.items()}
 _LENGTH = struct.Struct("<I")
@@ -119,12 +119,12 @@ def places_of(share: Share) -> list[rec.Places]:
 
 
 def history_of(known: pb.ShardHistory) -> rec.History:
-    """Write what is known of a shard's history as records have it."""
+    """Write a shard's history as records have it."""
     return _same_history(known, rec.History, rec.Origin)
 
 
 def shard_history_of(history: rec.History) -> pb.ShardHistory:
-    """Read what is known of a shard's history."""
+    """Read a shard's history."""
     return _same_history(history, pb.ShardHistory, pb.ShardOrigin)
 
 

@@ -1,4 +1,4 @@
-"""What a shard is at one moment of its history, and how a record changes that.
+"""The state of a shard at one version, and how a record changes it.
 
 A running shard decides what a request does, as a record, writes the record to the journal, and applies it. A recovery
 applies the same records. Nothing else changes the state, so both end in the same one, bit for bit.
@@ -59,7 +59,7 @@ class ShardState:
         run_state: RunState,
         samples: int,
     ) -> "ShardState":
-        """Return the state with another model and what belongs to one; pushes and workers are the same objects.
+        """Return the state with another model, buffers and datasets; pushes and workers are the same objects.
 
         What is known of other shards is forgotten.
         """

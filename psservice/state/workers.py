@@ -8,7 +8,7 @@ from psservice.values import Identity
 
 @dataclass(slots=True)
 class Worker:
-    """What later versions depend on of a worker that has a lease.
+    """A worker that has a lease, as later versions depend on it.
 
     Attributes:
         index_codecs: those that the worker reads.

@@ -26,7 +26,7 @@ class OtherReleaseError(StorageError):
 def require_mark(path: Path, data: bytes, ours: bytes, release: str = "", advice: str = "") -> None:
     """Raise :class:`OtherReleaseError` if a file begins with our mark, but with another number at its end.
 
-    ``release`` is what the file says of who wrote it; ``advice`` is for data of an earlier release.
+    ``release`` is the release that the file names as its writer; ``advice`` is for data of an earlier release.
     """
     name = ours.rstrip(b"0123456789")
     found = re.fullmatch(re.escape(name) + rb"(\d+)", data[:_MARK_BYTES])
