@@ -68,7 +68,7 @@ class Histories:
             return [self._heard[index] for index in sorted(self._heard)]
 
     def apply(self, histories: Iterable[pb.ShardHistory]) -> None:
-        """Take histories that were written down into the state; newer ones that workers told meanwhile stay unwritten."""
+        """Take written histories into the state; newer ones that workers told meanwhile stay unwritten."""
         with self._lock:
             for each in histories:
                 self._known[each.shard_index] = each
