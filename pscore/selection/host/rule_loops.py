@@ -5,7 +5,7 @@
 import math
 
 import numpy as np
-from numba.extending import register_jitable
+from numba import extending  # not numba.extending: while another thread imports numba, that would not wait for it
 
 from pscore.jit import compiled
 
@@ -20,13 +20,13 @@ RISING = 0.9  # of a drift that is kept if it goes up
 MOST_HALVINGS = 20
 
 
-@register_jitable
+@extending.register_jitable
 def single(x):
     """Return a threshold in fp32, as the loops compare."""
     return float(np.float32(min(x, LARGEST)))
 
 
-@register_jitable
+@extending.register_jitable
 def pass_over(x, threshold, keep, shift, room, offsets, values):
     """Count what is above, and sum the excess; take the first ``room`` entries into ``offsets`` and ``values``."""
     least = np.float32(threshold)
@@ -50,7 +50,7 @@ def pass_over(x, threshold, keep, shift, room, offsets, values):
     return above, excess
 
 
-@register_jitable
+@extending.register_jitable
 def magnitude(x):
     """Return sum and largest of ``|x|``."""
     total, largest = 0.0, np.float32(0)
@@ -64,7 +64,7 @@ def magnitude(x):
     return total, float(largest)
 
 
-@register_jitable
+@extending.register_jitable
 def laplace_threshold(x, k):
     """Return ``b·ln(n/k)``, at most the largest magnitude: the threshold of Laplace magnitudes with their mean ``b``.
 
@@ -74,7 +74,7 @@ def laplace_threshold(x, k):
     return min(largest, total / x.size * math.log(x.size / k)), largest
 
 
-@register_jitable
+@extending.register_jitable
 def search(x, k, threshold, count, excess, offsets, values, off):
     """Return a threshold above which ``k`` entries lie, give or take ``off``, by the secant of the count's logarithm.
 
@@ -122,7 +122,7 @@ def search(x, k, threshold, count, excess, offsets, values, off):
     return threshold
 
 
-@register_jitable
+@extending.register_jitable
 def next_threshold(used, expected, drift, count, excess, k):
     """Return threshold and drift of the next step: level and drift of the best threshold (Holt's linear method).
 
@@ -175,7 +175,7 @@ def ldte(x, k, tolerance):
     return low  # equal magnitudes on both sides of k: take from the side that has enough
 
 
-@register_jitable
+@extending.register_jitable
 def keep_largest(x, shift, k, count, offsets, values):
     """Put all but the ``k`` largest of the entries back; of equal ones the first stay taken. Return how many stay."""
     magnitudes = np.abs(values[:count])
@@ -195,7 +195,7 @@ def keep_largest(x, shift, k, count, offsets, values):
     return kept
 
 
-@register_jitable
+@extending.register_jitable
 def rank(x, k, keep, shift, offsets, values):
     """Take the ``k`` largest into ``offsets`` and ``values``, of equal ones the first, and no zero.
 

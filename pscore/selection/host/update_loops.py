@@ -3,7 +3,7 @@
 # mypy: ignore-errors
 
 import numpy as np
-from numba.extending import register_jitable
+from numba import extending  # not numba.extending: while another thread imports numba, that would not wait for it
 
 from pscore.jit import compiled
 from pscore.pointers import float32_at, uint16_at, uint32_at
@@ -13,7 +13,7 @@ RUN = 64
 FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2
 
 
-@register_jitable
+@extending.register_jitable
 def load(x, bits, address, kind, first, count, clip, scale):
     """Write ``scale·(clip·y)`` of ``count`` elements of a tensor to ``x``; ``bits`` is the memory of ``x``."""
     if kind == FLOAT32:
@@ -64,7 +64,7 @@ def first_not_finite(addresses, kinds, tensors, firsts, sizes):
     return -1
 
 
-@register_jitable
+@extending.register_jitable
 def number_on(offsets, count, first):
     """Write ``count`` offsets from ``first`` on; return False: those behind are not the next ones."""
     for j in range(count):

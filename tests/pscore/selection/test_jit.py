@@ -61,6 +61,29 @@ def in_a_fresh_process(code, *, whole=False, **environment):
     return done if whole else done.stdout.strip()
 
 
+def test_a_thread_that_needs_loops_while_another_imports_numba_waits_for_it():
+    code = """
+import importlib, sys, threading
+outcomes = []
+def load(name):
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        outcomes.append(error)
+second = threading.Thread(target=load, args=["pscore.selection.host.update_loops"])
+class InTheMiddle:
+    def find_spec(self, name, path, target=None):
+        if name == "numba.core.config" and not second.ident:
+            second.start()
+            second.join(1)  # it does not end: it waits
+sys.meta_path.insert(0, InTheMiddle())
+load("numba")
+second.join()
+print(outcomes)
+"""
+    assert in_a_fresh_process(code) == "[]"
+
+
 def test_where_compiling_is_switched_off_loops_are_functions():
     code = "from pscore.wire.codecs.index_loops import read_rice as read; print(read.dispatcher is read.function)"
     assert in_a_fresh_process(code, NUMBA_DISABLE_JIT="1") == "True"
