@@ -55,7 +55,7 @@ class ApplyThread:
         """
         future: Future[Result] = Future()
         if self._thread is None:
-            _run(job, future)
+            run_into(future, job)
             return future
         with self._closing:
             self._require_open()
@@ -121,11 +121,12 @@ class ApplyThread:
         while (entry := self._jobs.get()) is not None:
             job, future, submitted = entry
             self._waited(time.perf_counter() - submitted)
-            _run(job, future)
+            run_into(future, job)
             del entry, job, future  # or the thread keeps what they refer to until the next job
 
 
-def _run(job: Callable[[], Any], future: "Future[Any]") -> None:
+def run_into(future: "Future[Any]", job: Callable[[], Any]) -> None:
+    """Run a job here, and leave its result or its error in a future."""
     try:
         result = job()
     except BaseException as error:

@@ -104,7 +104,7 @@ class Call:
         identity: the worker's; set by the handler, as the next four and the last two.
         has_lease: tells whether the worker has a lease still.
         wait_seconds: how long the answer may wait for a condition (:mod:`psservice.awaiting`).
-        wait_end: when that time is over (``time.monotonic``), 0 before it has begun; set by the dispatcher.
+        wait_end: when that time is over (by the loop's clock), 0 before it has begun; set by the dispatcher.
         is_late: whether that time is over; set by the dispatcher.
         finish: waits until the answer may be sent; ``None`` if it may be at once.
         reservation: the memory that a request of several messages occupies, until :meth:`release`.

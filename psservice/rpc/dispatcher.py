@@ -81,7 +81,9 @@ class Dispatcher:
     def __init__(self, handlers: dict[str, Handler], authenticator: Authenticator, shard: Shard) -> None:
         self._authenticator, self._shard = authenticator, shard
         self._settings, self._metrics, self._apply_thread = shard.settings, shard.metrics, shard.apply_thread
-        self._pools = {lane: Pool(lane, _LANE_THREADS.get(lane, self._settings.rpc_threads)) for lane in Lane}
+        self._pools = {
+            lane: Pool(lane, _LANE_THREADS.get(lane, self._settings.rpc_threads), shard.environment) for lane in Lane
+        }
         self.open_calls: set[OpenCall] = set()
         self._silent: dict[OpenCall, None] = {}
         self._idle: dict[tuple[str, Identity], OpenCall] = {}  # the idle stream of each worker
@@ -113,8 +115,9 @@ class Dispatcher:
         """
         self._stopping = True
         self._waiters.wake()
-        begun = time.monotonic()
-        while self.open_calls and (age := time.monotonic() - begun) < seconds:
+        clock = asyncio.get_running_loop().time
+        begun = clock()
+        while self.open_calls and (age := clock() - begun) < seconds:
             for each in self.open_calls:
                 if age > _STOP_SECONDS or each.is_idle or each in self._silent:
                     each.cut()
@@ -197,7 +200,7 @@ class Dispatcher:
             call.span = tracing.continued(rpc, parent)
         loop, task = asyncio.get_running_loop(), cast("asyncio.Task[Any]", asyncio.current_task())
         observe = self._metrics.call_seconds.of(rpc).observe
-        opened = OpenCall(call, context, rule, self._pools[rule.lane], observe, loop, task, time.monotonic())
+        opened = OpenCall(call, context, rule, self._pools[rule.lane], observe, loop, task, loop.time())
         self.open_calls.add(opened)
         self._silent[opened] = None
         silent = len(self._silent)
@@ -230,7 +233,7 @@ class Dispatcher:
                 status = error.reason.status_name if isinstance(error, Rejected) else type(error).__name__
             raise
         finally:
-            opened.observe(time.monotonic() - opened.started)
+            opened.observe(opened.loop.time() - opened.started)
             if (span := opened.call.span) is not NO_SPAN:
                 span.note(status=status)
                 span.end("" if status == "OK" else status)
@@ -259,7 +262,7 @@ class Dispatcher:
         while (first := await self._read_idle(opened)) is not None:
             caller = await self._authenticator.admit(metadata, rpc, opened.rule.role)  # its line may have changed
             opened.call = Call(rpc, caller)
-            opened.started, opened.is_answered = time.monotonic(), False
+            opened.started, opened.is_answered = opened.loop.time(), False
             await self._measured(opened, answer(opened, handler, first))
 
     async def _read_whole(self, opened: OpenCall, handler: Handler) -> Answers:
@@ -293,12 +296,12 @@ class Dispatcher:
                 may_wait = call.wait_seconds or early.least_seconds
                 if call.is_late or not may_wait:
                     raise
-                call.wait_end = call.wait_end or time.monotonic() + may_wait
+                call.wait_end = call.wait_end or opened.loop.time() + may_wait
                 await self._until(opened, early, everyone)
 
     async def _until(self, opened: OpenCall, early: NotYetError, everyone: object) -> None:
         """Wait until a condition holds, the call may not wait any longer, or there is a reason to refuse it."""
-        call, woken, begun = opened.call, opened.loop.create_future(), time.monotonic()
+        call, woken, begun = opened.call, opened.loop.create_future(), opened.loop.time()
 
         def wake() -> None:
             if not woken.done():
@@ -317,7 +320,7 @@ class Dispatcher:
         finally:
             self._waiters.remove(wake)
         self._require_serving()
-        now = time.monotonic()
+        now = opened.loop.time()
         call.is_late = now >= call.wait_end or is_refused()
         opened.started += now - begun  # only waits for the client count
 
@@ -426,7 +429,7 @@ class Dispatcher:
         if (other := self._idle.get(key)) is not None:
             other.cut("gave_way")
         self._idle[key], opened.is_idle = opened, True
-        opened.started = time.monotonic()
+        opened.started = opened.loop.time()
         try:
             raw = await opened.wait(opened.context.read(), math.inf, "")
         finally:
@@ -440,7 +443,7 @@ class Dispatcher:
         while True:
             await asyncio.sleep(self._settings.stream_idle_seconds / 4)
             for opened in list(self._idle.values()):
-                silent = time.monotonic() - opened.started
+                silent = opened.loop.time() - opened.started
                 if silent > self._settings.stream_idle_seconds and not opened.call.has_lease():
                     opened.cut("idle_request")
 
@@ -453,7 +456,7 @@ class Dispatcher:
             idle = seconds
         if self._stopping and idle > _STOP_SECONDS:
             idle = _STOP_SECONDS
-        now, end = time.monotonic(), opened.started + self._settings.stream_seconds
+        now, end = opened.loop.time(), opened.started + self._settings.stream_seconds
         until, why = (now + idle, f"idle_{what}") if now + idle <= end else (end, "too_long")
         return opened.wait(client, until, why)
 

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,7 +12,9 @@ import torch
 
 from pscore.telemetry import tracing
 from pscore.wire.errors import Rejected
+from psservice.apply_thread import run_into
 from psservice.rpc.calls import Call, Lane, Rule
+from psservice.storage.environment import Environment
 
 log = logging.getLogger(__name__)
 
@@ -28,14 +29,20 @@ class Pool:
     """A lane's threads; ``at_work`` counts the lane's requests that are at work or wait for a thread.
 
     torch computes in each of these threads alone: otherwise each would bring a team of OpenMP's threads.
+    Without threads in ``environment`` a job runs in the thread of its caller.
     """
 
-    def __init__(self, lane: Lane, threads: int) -> None:
+    def __init__(self, lane: Lane, threads: int, environment: Environment) -> None:
         self._threads = ThreadPoolExecutor(threads, f"rpc-{lane.value}", torch.set_num_threads, (1,))
+        self._is_threaded = environment.is_threaded
         self.at_work = 0
 
     def submit(self, job: Callable[[], Result]) -> "Future[Result]":
         """Queue a job, and return its future."""
+        if not self._is_threaded:
+            ended: Future[Result] = Future()
+            run_into(ended, job)
+            return ended
         return self._threads.submit(tracing.carried(job))
 
     def close(self) -> None:
@@ -52,7 +59,7 @@ class Executor(Protocol):
 
 @dataclass(slots=True, eq=False)
 class OpenCall:
-    """The event loop's side of a call. Times are those of ``time.monotonic``, which is asyncio's clock.
+    """The event loop's side of a call. Times are those of the loop's clock.
 
     A timer that is set anew at every wait would cost more than most waits. So a call has one timer for all waits: when
     it ends, it compares with the wait that goes on then.
@@ -124,7 +131,7 @@ class OpenCall:
         self.timer = None
         if self.until is None or self.until == math.inf:
             return
-        if self.until > time.monotonic():
+        if self.until > self.loop.time():
             self._set_timer(self.until)
         else:
             self.cut()

@@ -16,6 +16,7 @@ from psservice.rpc.auth import ANONYMOUS_ADMIN
 from psservice.rpc.calls import RULES, Call
 from psservice.rpc.dispatcher import Dispatcher
 from psservice.rpc.open_call import OpenCall, Pool
+from psservice.storage.environment import MACHINE
 
 SECONDS = 20.0
 
@@ -46,12 +47,13 @@ def serve(rpc, client, handler):
             settings=settings,
             metrics=SimpleNamespace(running_calls=Gauge(), queued=Gauge()),
             apply_thread=None,
+            environment=MACHINE,
             leases=SimpleNamespace(waiters=Waiters()),
         )
         served = Dispatcher({rpc: handler}, None, shard)
         loop, task, rule = asyncio.get_running_loop(), asyncio.current_task(), RULES[rpc]
         call = Call(rpc, ANONYMOUS_ADMIN)
-        opened = OpenCall(call, client, rule, Pool(rule.lane, 2), print, loop, task, time.monotonic())
+        opened = OpenCall(call, client, rule, Pool(rule.lane, 2, MACHINE), print, loop, task, time.monotonic())
         try:
             await served._answer(opened, await served._read_whole(opened, handler))
         finally:
