@@ -13,12 +13,13 @@ from psservice.apply_thread import ApplyThread
 from psservice.rpc.auth import ANONYMOUS_ADMIN
 from psservice.rpc.calls import RULES, Call, Lane
 from psservice.rpc.open_call import OpenCall, Pool, StalledError
+from psservice.storage.environment import MACHINE
 
 
 def in_a_call(body):
     async def run():
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        pool = Pool(Lane.WORK, 1)
+        pool = Pool(Lane.WORK, 1, MACHINE)
         call = Call("PullDiff", ANONYMOUS_ADMIN)
         opened = OpenCall(call, None, RULES["PullDiff"], pool, print, loop, task, time.monotonic())
         try:
@@ -116,7 +117,7 @@ def test_an_error_of_work_whose_client_has_gone_is_logged_unless_it_is_an_answer
 def test_torch_computes_alone_in_a_lanes_threads_and_with_all_threads_on_the_apply_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(3)
-    pool = Pool(Lane.WORK, 2)
+    pool = Pool(Lane.WORK, 2, MACHINE)
     try:
         together = threading.Barrier(2)
         jobs = [pool.submit(lambda: (together.wait(30), torch.get_num_threads())[1]) for _ in range(2)]
