@@ -9,11 +9,10 @@ import torch
 import psservice.process.server  # noqa: F401  (is here for its imports, as is the one below)
 from benchmarks.campaign import worker  # noqa: F401
 from benchmarks.campaign.tasks import TASKS
-from psclient.compress.choice import Choice
-from psclient.compress.compressor import Compressor
-from psclient.compress.grouping import Grouping
+from psclient.compress.gradients import finite
 from psclient.compress.groups import ParamGroups
-from psclient.engine.checks import finite
+from psclient.compress.selector import Grouping, Selector
+from psclient.compress.table import Choice
 from psclient.model.module import describe
 from psclient.model.replica import Replica
 from psclient.optim.dgs import METHOD
@@ -32,7 +31,7 @@ def _load() -> None:
     model, choice = describe(None, [group]), Choice(SELECTORS[DEFAULT_SELECTOR], 0)
     groups = ParamGroups([group])
     groups.read()
-    compressor = Compressor(METHOD, model, {parameter: {}}, groups, choice, Grouping(model.layout, 1))
+    compressor = Selector(METHOD, model, {parameter: {}}, groups, choice, Grouping(model.layout, 1))
     gradients, replica = finite(model, {0: torch.linspace(-1, 1, _SIZE)}), Replica(model.layout, model.parameters)
     for _ in range(2):
         sent = compressor.compress(range(1), gradients, 1.0, StepReport(0)).slices

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pscore.selection import Selector
+from pscore.selection import SelectFunction
 from pscore.selection.exact import largest
 from pscore.selection.rule import Integers, Reals
 
@@ -14,7 +14,7 @@ _MOST_ADAPTATIONS = 10
 _TRIMMING_RATIOS = (0.8, 0.6, 0.4, 0.2, 0.0)
 
 
-def of(name: str) -> Selector:
+def of(name: str) -> SelectFunction:
     """Return a new selector by its name; two of them keep something between steps."""
     return {"sampled": Sampled, "trimmed": lambda: trimmed, "reuse": Reused}[name]()
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from benchmarks.peers.task import batches, make_model
 from benchmarks.workload.residual import Residual
-from pscore.selection import SELECTORS, Selector, entries_for
+from pscore.selection import SELECTORS, SelectFunction, entries_for
 
 _RATE, _MOMENTUM = 0.05, 0.7
 _DROPS = (0.5, 0.8)
@@ -94,7 +94,7 @@ def push(
     residuals: Residuals,
     rate: float,
     density: float,
-    selector: Selector | None,
+    selector: SelectFunction | None,
     run: Run,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Accumulate gradients, select, and apply, as DGS does; return offsets and values by parameter."""

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from pscore.selection import Selector, SelectorState
+from pscore.selection import SelectFunction, SelectorState
 from pscore.selection.cuda import device_kernels
 from pscore.selection.cuda.segments import DeviceSegments
 from pscore.selection.host.segments import NOTHING, HostSegments
@@ -15,7 +15,7 @@ class Residual:
     On the host by a selector, ``None`` for the default's rule; on a CUDA device by that rule.
     """
 
-    def __init__(self, memory: torch.Tensor, k: int, selector: Selector | None, keep: float) -> None:
+    def __init__(self, memory: torch.Tensor, k: int, selector: SelectFunction | None, keep: float) -> None:
         n, self._memory, self._selector = memory.numel(), memory, selector
         self._state: SelectorState = {}
         kernels = device_kernels(memory.device)

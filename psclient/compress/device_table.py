@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from psclient.compress.choice import Choice
 from psclient.compress.gradients import Gradients, Scale
 from psclient.compress.memories import Memories
-from psclient.compress.table import Filled, Places, Rule, Sent
+from psclient.compress.table import Choice, Filled, Places, Rule, Sent
 from psclient.report import StepReport
 from pscore.model.layout import ModelLayout
 from pscore.model.sparse_slice import SparseSlice

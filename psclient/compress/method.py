@@ -1,6 +1,6 @@
 """What a training method defines: a recurrence, whose coefficients depend on a param group's hyper-parameters.
 
-A method knows neither tensors nor selection nor RPC: :mod:`psclient.compress.compressor` carries the recurrence out.
+A method knows neither tensors nor selection nor RPC: :mod:`psclient.compress.selector` carries the recurrence out.
 """
 
 from collections.abc import Callable, Mapping

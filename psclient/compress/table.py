@@ -1,22 +1,64 @@
 """The tensors of a group on the host as one table, whose updates one compiled call carries out and selects from."""
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from psclient.compress.buffer import WholeBuffer
-from psclient.compress.choice import Choice
 from psclient.compress.gradients import Gradients
 from psclient.compress.memories import Memories
 from psclient.compress.method import Recurrence
 from psclient.report import StepReport
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
+from pscore.selection import SelectFunction
+from pscore.selection.cuda import device_kernels
+from pscore.selection.cuda.launches import DeviceKernels
 from pscore.selection.host.segments import KINDS, NOTHING, HostSegments
 from pscore.selection.rule import Integers, Reals
+
+
+class WholeBuffer:
+    """One fp32 array ``[size]`` that is used again and again: fresh memory of a model's size costs a pass of its own.
+
+    A part to which a push still refers is never given out a second time; its span gets fresh memory then.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._array: Reals | None = None
+        self._lent: list[tuple[Span, weakref.ref[Reals]]] = []
+
+    def of(self, span: Span) -> Reals:
+        """Return the memory of a span of the layout, with any content."""
+        if self._array is None:
+            self._array = np.empty(self._size, np.float32)
+        self._lent = [lent for lent in self._lent if lent[1]() is not None]
+        if any(each.intersect(span).length for each, _ in self._lent):
+            return np.empty(span.length, np.float32)
+        part = self._array[span.start : span.end]
+        self._lent.append((span, weakref.ref(part)))
+        return part
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How entries are chosen from each tensor.
+
+    Attributes:
+        selector: by a function of one tensor on the host; ``None`` for the rule of :mod:`pscore.selection.rule`.
+        dense_below: tensors with fewer elements send every entry that is not zero.
+        on_device: returns the kernels of a device, which carry out the rule; ``None`` if there are none.
+    """
+
+    selector: SelectFunction | None
+    dense_below: int
+    on_device: Callable[[torch.device], DeviceKernels | None] = device_kernels
+
 
 _COEFFICIENTS = ("scale", "decay", "factor", "retain", "rate", "unit", "keep")
 

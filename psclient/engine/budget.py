@@ -8,8 +8,8 @@ from statistics import median
 
 from psclient.budget import Budget
 from psclient.errors import ConfigurationError
-from psclient.rpc.bandwidth import Bandwidth
 from psclient.rpc.shard_stream import ShardStream
+from psclient.rpc.stream import Bandwidth
 from pscore.model.layout import ModelLayout
 from pscore.wire.budget import fit, least_share, most_whole
 

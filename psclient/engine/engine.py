@@ -12,12 +12,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from psclient.compress.compressor import Compressor
-from psclient.compress.gradients import Gradients, Scale
-from psclient.compress.grouping import Grouping, Groups
+from psclient.compress.gradients import Gradients, PushedGradients, Scale, finite, refuse_unsound, require_trainable
 from psclient.compress.groups import ParamGroups, Rates
+from psclient.compress.selector import Grouping, Groups, Selector
 from psclient.compress.table import Sent
-from psclient.engine.checks import PushedGradients, finite, refuse_unsound, require_trainable
 from psclient.engine.mgs import MergedGradients
 from psclient.engine.overlap import Overlap
 from psclient.engine.sample_counter import SampleCounter
@@ -39,9 +37,8 @@ from psclient.model.replica import Replica
 from psclient.report import StepReport, Totals
 from psclient.rpc.buffers import BufferExchange
 from psclient.rpc.channel import suppress_errors
-from psclient.rpc.push_part import PushPart
 from psclient.rpc.run import Run
-from psclient.rpc.shard_stream import PulledReply, ShardStream
+from psclient.rpc.shard_stream import PulledReply, PushPart, ShardStream
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice, entries, merge
 from pscore.names import shown
@@ -103,7 +100,7 @@ class Engine:
         model: TrainedModel,
         groups: ParamGroups,
         run: Run,
-        selector: Compressor,
+        selector: Selector,
         grouping: Grouping,
         merged: MergedGradients | None,
         schedule: Schedule | None,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from psclient.compress.grouping import Grouping, Groups, by_size
+from psclient.compress.selector import Grouping, Groups, by_size
 from psclient.errors import ConfigurationError
 from pscore.model.layout import ModelLayout
 

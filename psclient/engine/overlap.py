@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from psclient.compress.gradients import finite
 from psclient.compress.groups import ParamGroups
-from psclient.engine.checks import finite
 from psclient.engine.mgs import GradientClock
 from psclient.engine.streams import current_streams, devices_of, entered
 from psclient.errors import ConfigurationError, PatienceError

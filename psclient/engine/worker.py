@@ -12,11 +12,10 @@ from typing import Protocol, TypeVar
 import torch
 
 from psclient import settings as client_settings
-from psclient.compress.choice import Choice
-from psclient.compress.compressor import Compressor
-from psclient.compress.grouping import Grouping
 from psclient.compress.groups import ParamGroups
 from psclient.compress.method import Method, State
+from psclient.compress.selector import Grouping, Selector
+from psclient.compress.table import Choice
 from psclient.engine import neighbours, sigterm
 from psclient.engine.engine import CLOSING_SECONDS
 from psclient.engine.mgs import LayerDensity, MergedGradients
@@ -130,7 +129,7 @@ class Worker:
             self.merged = MergedGradients(model.layout, self.grouping, layer_density, merges=merges)
         dense_below = model.layout.whole_below(settings.dense_below)
         choice = Choice(SELECTORS[settings.selector], dense_below)
-        self.selector = Compressor(method, model, memories, groups, choice, self.grouping)
+        self.selector = Selector(method, model, memories, groups, choice, self.grouping)
 
     def _make_way(self) -> bool:
         """End an earlier optimizer that has this worker's name; return whether there was one."""

@@ -4,7 +4,9 @@ Each check looks at tensors and reads none: reading a parameter of which this pr
 which it would wait for the others.
 """
 
+import gc
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -153,3 +155,29 @@ def _shared_fault(one: str, first: torch.Tensor, other: str, second: torch.Tenso
         f"{other!r} and {one!r} are two parameters in the same memory (nn.Parameter(other.data), .data = or a view): "
         f"each would be trained by itself, over the other. {tie}, or give one memory of its own with .clone()"
     )
+
+
+def refuse_averaged(parameters: Iterable[torch.Tensor], among: Iterable[Any] | None = None) -> None:
+    """Raise :class:`ConfigurationError` if ``DistributedDataParallel`` averages the gradients of these parameters.
+
+    Without modules to search (``among``) all live objects are searched, which is slow: such a module leaves no mark on
+    its parameters.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    from torch.nn.parallel import DistributedDataParallel
+
+    ours = {id(parameter) for parameter in parameters}
+    if among is None:
+        gc.collect()  # a module without a reference averages nothing
+        among = gc.get_objects()
+    for module in among:
+        if not issubclass(type(module), DistributedDataParallel):  # some objects answer isinstance() with an error
+            continue
+        ranks = dist.get_world_size(module.process_group)
+        if ranks > 1 and any(id(parameter) in ours for parameter in module.parameters()):
+            raise ConfigurationError(
+                f"DistributedDataParallel averages these gradients over {ranks} processes, and each of them would push "
+                f"the average: the model would move {ranks} times as far. Make one worker of these processes with "
+                "psclient.NodeOptimizer (docs/guide/nodes.md), or leave DistributedDataParallel out"
+            )

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
 from psclient import settings as client_settings
+from psclient.compress.gradients import PushedGradients, gather
 from psclient.compress.groups import ParamGroups
-from psclient.engine.checks import PushedGradients, gather
 from psclient.engine.sample_counter import SampleCounter
 from psclient.engine.state import split
 from psclient.errors import (

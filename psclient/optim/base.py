@@ -16,11 +16,10 @@ from torch.optim.optimizer import Optimizer
 
 from psclient import settings as client_settings
 from psclient.budget import DEFAULT_BUDGET, Budget, budget_of
-from psclient.compress.gradients import Scale
+from psclient.compress.gradients import Scale, gather
 from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.method import Method
 from psclient.engine.budget import BudgetSchedule
-from psclient.engine.checks import gather, refuse_averaged
 from psclient.engine.engine import Engine, GradientSource
 from psclient.engine.mgs import LayerDensity
 from psclient.engine.sample_counter import FirstBatches, SampleCounter
@@ -38,6 +37,7 @@ from psclient.engine.state import (
 from psclient.engine.worker import Worker
 from psclient.errors import ConfigurationError, CopyRefusedError, PatienceError
 from psclient.model.module import TrainedModel, describe
+from psclient.model.requirements import refuse_averaged
 from psclient.optim.arguments import (
     Density,
     Params,

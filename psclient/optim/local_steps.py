@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch.optim import Optimizer
 
+from psclient.compress.gradients import PushedGradients, finite, gather, require_trainable
 from psclient.compress.groups import ParamGroups, check_inner
-from psclient.engine.checks import PushedGradients, finite, gather, require_trainable
 from psclient.engine.engine import Engine, GradientScale
 from psclient.engine.worker import Worker
 from psclient.errors import ConfigurationError, NonFiniteGradientError, PatienceError, SparsepsError

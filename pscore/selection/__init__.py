@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from pscore.selection.exact import Selector, exact, ldte
+from pscore.selection.exact import SelectFunction, exact, ldte
 from pscore.selection.rule import TOLERANCE, SelectorState
 
 __all__ = [
@@ -10,14 +10,14 @@ __all__ = [
     "DEFAULT_SELECTOR",
     "SELECTORS",
     "TOLERANCE",
-    "Selector",
+    "SelectFunction",
     "SelectorState",
     "entries_for",
 ]
 
 DEFAULT_SELECTOR = "warm"
 
-SELECTORS: Mapping[str, Selector | None] = {"exact": exact, "ldte": ldte, DEFAULT_SELECTOR: None}
+SELECTORS: Mapping[str, SelectFunction | None] = {"exact": exact, "ldte": ldte, DEFAULT_SELECTOR: None}
 """Every selector by name; ``None`` is the rule of :mod:`pscore.selection.rule`, of all tensors at once."""
 
 DEFAULT_DENSE_BELOW = 4096

@@ -6,7 +6,7 @@ import numpy as np
 
 from pscore.selection.rule import TOLERANCE, Integers, Reals
 
-Selector = Callable[[Reals, int], Integers]
+SelectFunction = Callable[[Reals, int], Integers]
 """Returns the offsets, ascending, of about the ``k < n`` entries of greatest magnitude, but never of a zero."""
 
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from pscore.model.layout import ModelLayout, Span
-from pscore.selection import Selector, entries_for
+from pscore.selection import SelectFunction, entries_for
 from pscore.selection.cuda import device_kernels
 from pscore.selection.cuda.launches import TARGET, DeviceKernels
 from pscore.selection.cuda.segments import CHANCE, DeviceSegments
@@ -109,7 +109,7 @@ class TopKSettings:
 
     density: float
     dense_below: int
-    selector: Selector | None
+    selector: SelectFunction | None
     value: int = pb.VALUE_CODEC_FP32
     chunk_bytes: int = 1 << 20
     images: ImageBudget = field(default_factory=lambda: ImageBudget(sys.maxsize))
@@ -226,7 +226,7 @@ class Table:
         )
         return torch.from_numpy(offsets[:count].copy())
 
-    def select_by_tensor(self, difference: npt.NDArray[np.float32], selector: Selector) -> SelectedEntries:
+    def select_by_tensor(self, difference: npt.NDArray[np.float32], selector: SelectFunction) -> SelectedEntries:
         """Let a selector choose in one tensor after the other; every entry that is not zero of those sent whole."""
         pieces = [np.empty(0, np.int64)]
         for start, end, k in zip(self.starts.tolist(), self.ends.tolist(), self.ks.tolist(), strict=True):

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import torch
 
-from psclient.compress.choice import Choice
-from psclient.compress.compressor import Compressor
 from psclient.compress.gradients import Gradients
 from psclient.compress.groups import ParamGroups
+from psclient.compress.selector import Selector
+from psclient.compress.table import Choice
 from psclient.model.module import describe
 from psclient.optim import asgd, dgc, dgs, gradient_dropping
 from psclient.optim.asgd import METHOD as ASGD
@@ -38,7 +38,7 @@ class OneTensor:
         model = describe(None, [self.group])
         grouping = SimpleNamespace(densities={})
         self.groups = ParamGroups([self.group])
-        self.compressor = Compressor(method, model, self.states, self.groups, choice, grouping)
+        self.compressor = Selector(method, model, self.states, self.groups, choice, grouping)
 
     @property
     def state(self):

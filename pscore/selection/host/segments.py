@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pscore.selection.exact import Selector
+from pscore.selection.exact import SelectFunction
 from pscore.selection.host.threads import in_parallel, parts_of
 from pscore.selection.rule import (
     CHANCE,
@@ -150,7 +150,7 @@ class HostSegments:
         momentum: Reals,
         base: int,
         states: Mapping[int, SelectorState],
-        selector: Selector | None = None,
+        selector: SelectFunction | None = None,
     ) -> Selected:
         """Add ``clip`` times the gradients to the memories, and take entries.
 
@@ -244,7 +244,7 @@ class HostSegments:
             return Selected(passed.offsets, passed.values, passed.taken, True)
         return Selected(offsets[:total], values[:total], passed.taken, True)
 
-    def _choose(self, passed: _Passed, memory: Reals, base: int, selector: Selector) -> Selected:
+    def _choose(self, passed: _Passed, memory: Reals, base: int, selector: SelectFunction) -> Selected:
         """Let a selector choose from the rows that are searched, of which the pass has taken nothing."""
         assert passed.offsets is not None
         pieces: list[tuple[Integers, Reals]] = []

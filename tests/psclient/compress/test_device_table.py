@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 pytest.importorskip("triton")
 
 import psclient
-from psclient.compress.gradients import norms
-from psclient.engine.checks import finite, refuse_unsound
+from psclient.compress.gradients import finite, norms, refuse_unsound
 from psclient.errors import NonFiniteGradientError, UpdateOverflowError
 from psclient.model.replica import Replica
 from psclient.optim.asgd import METHOD as ASGD

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from psclient.compress.choice import Choice
-from psclient.compress.compressor import Compressor
-from psclient.compress.gradients import Gradients
+from psclient.compress.gradients import Gradients, finite
 from psclient.compress.groups import ParamGroups
-from psclient.engine.checks import finite
+from psclient.compress.selector import Selector
+from psclient.compress.table import Choice
 from psclient.engine.engine import joined
 from psclient.errors import ModelChangedError, NonFiniteGradientError, UpdateOverflowError
 from psclient.model.module import describe
@@ -53,7 +52,7 @@ class Model:
         grouping = SimpleNamespace(densities={})
         self.of_groups = ParamGroups(self.groups)
         self.of_groups.read()
-        self.compressor = Compressor(method, self.described, self.states, self.of_groups, choice, grouping)
+        self.compressor = Selector(method, self.described, self.states, self.of_groups, choice, grouping)
 
     def compress(self, gradients, clip=1.0):
         """What the model sends, whole: offsets in the layout and values."""

@@ -8,7 +8,7 @@ import torch
 import psclient
 from psclient.engine import budget as budget_module
 from psclient.engine.budget import BudgetSchedule
-from psclient.rpc.bandwidth import Bandwidth
+from psclient.rpc.stream import Bandwidth
 from pscore.model.layout import ModelLayout, TensorSpec
 from pscore.wire.budget import element_bits, fit
 from pscore.wire.codecs.values import VALUE_FORMATS

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from psclient.compress.grouping import Grouping, by_size
+from psclient.compress.selector import Grouping, by_size
 from psclient.engine.mgs import Costs, LayerDensity, MergedGradients, merge
 from psclient.errors import ConfigurationError
 from pscore.model.layout import ModelLayout, TensorSpec

@@ -1,6 +1,6 @@
 """Fields of a push that are sent together, and the bytes of its groups."""
 
-from psclient.rpc.push_part import PushPart, bytes_together
+from psclient.rpc.shard_stream import PushPart, bytes_together
 from pscore.telemetry import tracing
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import psclient
-from psclient.compress.compressor import Compressor
+from psclient.compress.selector import Selector
 from psclient.engine import overlap as overlapping
 from psclient.engine import worker
 from psclient.errors import ConfigurationError
@@ -69,9 +69,9 @@ def test_work_goes_on_in_the_streams_of_all_devices(overlap, entered, monkeypatc
     for module in (worker, overlapping):
         monkeypatch.setattr(module, "devices_of", lambda _: DEVICES)
     for name, seen in found.items():
-        call = getattr(Compressor, name)
+        call = getattr(Selector, name)
         monkeypatch.setattr(
-            Compressor, name, lambda *a, call=call, seen=seen: seen.append((entered(), len(Stream.notes))) or call(*a)
+            Selector, name, lambda *a, call=call, seen=seen: seen.append((entered(), len(Stream.notes))) or call(*a)
         )
     with LocalServer(down_mode="exact") as server:
         model = make_model(batch_norm=False)

@@ -1,29 +1,55 @@
 """From gradients to entries to send, and back: the residuals get what did not arrive."""
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from psclient.compress.buffer import WholeBuffer
-from psclient.compress.choice import Choice
 from psclient.compress.device_table import DeviceTable
 from psclient.compress.gradients import Gradients, Scale
-from psclient.compress.grouping import Grouping
 from psclient.compress.groups import ParamGroups
 from psclient.compress.memories import Memories
 from psclient.compress.method import Method, State
-from psclient.compress.table import Places, Rule, Sent, Table
+from psclient.compress.table import Choice, Places, Rule, Sent, Table, WholeBuffer
 from psclient.errors import UpdateOverflowError
 from psclient.model.module import TrainedModel
 from psclient.model.scatter import scatter
 from psclient.report import StepReport
-from pscore.model.layout import Span
+from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.selection.cuda.launches import TARGET
 from pscore.selection.rule import Integers
+
+Groups = tuple[range, ...]
+"""Positions of each group's tensors in the layout, the last group first, as its gradients come first."""
+
+
+def by_size(sizes: Sequence[float], least: float) -> Groups:
+    """Merge neighbours, last first, until a group has this size; sizes in the order of the layout."""
+    groups: list[range] = []
+    end, size = len(sizes), 0.0
+    for position in reversed(range(len(sizes))):
+        size += sizes[position]
+        if size >= least or position == 0:
+            groups.append(range(position, end))
+            end, size = position, 0.0
+    return tuple(groups)
+
+
+class Grouping:
+    """The groups of pushes: neighbours in the layout, until a group has ``bucket_bytes`` of gradients.
+
+    Attributes:
+        groups: in the order of sending; may be replaced between two pushes.
+        densities: of single tensors, by position, if these have another than their param group.
+    """
+
+    def __init__(self, layout: ModelLayout, bucket_bytes: int) -> None:
+        self.groups = by_size([spec.nbytes for spec in layout.parameters], bucket_bytes)
+        self.densities: dict[int, float] = {}
+
 
 _MOST_SETS = 16  # of all tensors, whose tables are kept; which tensors have a gradient may differ from step to step
 
@@ -44,7 +70,7 @@ class Members(NamedTuple):
     on_devices: list[DeviceTable]
 
 
-class Compressor:
+class Selector:
     """Compresses a model's gradients, group by group, and restores what did not arrive.
 
     ``states`` has each parameter's state; :attr:`memories` may get others between two steps.
