@@ -38,6 +38,7 @@ ROOMS = {
         ["__main__"],
         ["cli"],
         ["process", "ctl"],
+        ["warmup"],
         ["web", "rpc"],
         ["shard"],
         ["durability"],
@@ -46,7 +47,9 @@ ROOMS = {
         ["data_leases"],
         ["storage", "wire"],
         ["observability"],
+        ["replies"],
         ["model"],
+        ["rules"],
         ["__init__", "awaiting", "settings", "values"],
     ],
 }

@@ -26,7 +26,7 @@ STEPS = (
             "tests/pscore/selection/test_device_segments.py",
             "tests/psclient/compress/test_device_table.py",
             "tests/psclient/model/test_replica_on_device.py",
-            "tests/psservice/model/test_topk_on_device.py",
+            "tests/psservice/replies/test_topk_on_device.py",
         ),
     ),
     Step(

@@ -10,7 +10,7 @@ SCAN_FROM = 1 / 256
 """Entries over elements from which the server marks and scans a bitmap for a union: psservice.model.changelog."""
 
 AMONG_CHANGED = 1 / 40
-"""Changed entries over elements up to which a top-k reply looks among them alone (psservice.model.topk)."""
+"""Changed entries over elements up to which a top-k reply looks among them alone (psservice.replies.topk)."""
 
 VALUE_BYTES = 4
 """fp32."""

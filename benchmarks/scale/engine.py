@@ -25,9 +25,9 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.selection import DEFAULT_SELECTOR, SELECTORS
 from pscore.wire import frames
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.model import reply_loops
+from psservice.model import union_loops
 from psservice.model.changelog import gather, union
-from psservice.model.topk import DifferenceSelection, TopKSettings
+from psservice.replies.topk import DifferenceSelection, TopKSettings
 
 Points = dict[str, list[tuple[float, ...]]]
 """(units, seconds) by cost, as :class:`~benchmarks.scale.costs.Costs` names them.
@@ -201,7 +201,7 @@ def _scan(size: int) -> float:
     words = np.zeros(-(-size // 64), np.uint64)
     words[-1] = 1
     offsets = np.empty(int(np.bitwise_count(words).sum(dtype=np.int64)), np.int64)
-    reply_loops.gather(words, None, offsets, None)
+    union_loops.gather(words, None, offsets, None)
     return time.process_time() - started
 
 

@@ -12,7 +12,7 @@ LEDGER_MULTIPLE = 1.0
 """Entries that the server remembers, as a multiple of the elements (``--ledger-multiple``)."""
 
 CALM_PULLS = 64
-"""Pulls with little change after which ``auto`` goes back (psservice.model.reply_mode)."""
+"""Pulls with little change after which ``auto`` goes back (psservice.replies.reply_mode)."""
 
 _SPARSE_CHARGE, _DENSE_CHARGE = 12, 4  # bytes that the server charges an entry of a reply with
 
@@ -72,7 +72,7 @@ class Replies:
         return 1.0 - float((1 - self._density) ** (window**self._novelty))
 
     def _chooses_topk(self, window: int, place: Place) -> bool:
-        """Follow psservice.model.reply_mode; the reply that opens an image is taken for one that follows."""
+        """Follow psservice.replies.reply_mode; the reply that opens an image is taken for one that follows."""
         if self._mode != "auto":
             return self._mode == "topk"
         changed = window * self._density

@@ -13,8 +13,8 @@ from pscore.wire import frames
 from pscore.wire.codecs.names import READABLE_INDEX_CODECS
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model.parameters import ModelShard
-from psservice.model.reply_session import PullRequest, Reply, ReplyMode
 from psservice.observability.metrics import Metrics
+from psservice.replies.reply_session import PullRequest, Reply, ReplyMode
 from psservice.settings import ServerSettings
 from psservice.shard.join import join
 from psservice.shard.lifecycle import open_shard

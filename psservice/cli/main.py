@@ -139,7 +139,7 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _compile() -> int:
-    from psservice.model.warmup import warm_up
+    from psservice.warmup import warm_up
 
     warm_up()
     return EXIT_DONE

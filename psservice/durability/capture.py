@@ -17,10 +17,10 @@ from psservice.data_leases.codec import from_plain, to_plain
 from psservice.durability.checkpoints import Place, place_of
 from psservice.model.buffers import BufferAverage
 from psservice.model.parameters import ModelShard
-from psservice.model.rules.base import RuleState
 from psservice.model.training_mode import TrainingMode
 from psservice.model.wagma.replicas import shard_kind
 from psservice.observability.metrics import Metrics
+from psservice.rules.base import RuleState
 from psservice.settings import ServerSettings, ShardSettings
 from psservice.state.histories import Histories
 from psservice.state.pushes import PushRecord

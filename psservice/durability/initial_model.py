@@ -12,7 +12,7 @@ from pscore.wire.errors import ErrorCode, Rejected
 from psservice.data_leases.dataset import Datasets
 from psservice.durability.refusal import or_storage_error
 from psservice.durability.replay import replay_shards, state_of
-from psservice.model.rules.base import PortableState
+from psservice.rules.base import PortableState
 
 
 @dataclass(frozen=True, slots=True)

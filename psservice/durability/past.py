@@ -10,8 +10,9 @@ from google.protobuf.message import DecodeError
 
 from pscore.wire.errors import Rejected
 from psservice.durability.capture import model_from, restore
-from psservice.model.changelog import ChangedIndices, ChangeLog, changed_by
+from psservice.model.changelog import ChangeLog
 from psservice.model.parameters import ModelShard, on_device
+from psservice.rules.changed import ChangedIndices, changed_by
 from psservice.settings import ShardSettings
 from psservice.state.records import KINDS, PUSHED, ROUND_CLOSED, read_record, read_update
 from psservice.state.run import Run

@@ -13,8 +13,8 @@ from pscore.wire.errors import ErrorCode, Rejected
 from psservice.awaiting import Waiters
 from psservice.membership.admission import Pace
 from psservice.membership.member import Member
-from psservice.model.reply_mode import ReplyRule
-from psservice.model.reply_session import ReplySession
+from psservice.replies.reply_mode import ReplyRule
+from psservice.replies.reply_session import ReplySession
 from psservice.state.staleness import smoothed
 from psservice.state.workers import Worker
 from psservice.values import Identity

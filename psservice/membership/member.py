@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from psservice.model.reply_session import ReplyMode, ReplySession
+from psservice.replies.reply_session import ReplyMode, ReplySession
 from psservice.state.workers import Worker
 from psservice.values import Identity
 

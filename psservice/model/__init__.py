@@ -1,1 +1,1 @@
-"""One shard of a model: parameters, change log, replies, buffers. No gRPC, no files."""
+"""One shard of a model: parameters, change log, buffers. No gRPC, no files."""

@@ -13,28 +13,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pscore.model.sparse_slice import SparseSlice
-from psservice.model import reply_loops
-
-ChangedIndices = torch.Tensor | None
-"""Offsets within the shard (int32 or int64, strictly increasing), or ``None`` for every element."""
+from psservice.model import union_loops
+from psservice.rules.changed import ChangedIndices
 
 _MOST_VERSIONS = 100_000  # a bound on what empty pushes may cost; real ones reach the entry limit long before
 ALMOST_ALL = 0.8
 """Share of n from which on a change counts as one of everything: values alone are fewer bytes than with offsets."""
 _SCAN_FROM = 1 / 256  # share of n from which marking and scanning a bitmap of n bits beats sorting (measured)
-
-
-def changed_by(push: SparseSlice | None) -> ChangedIndices:
-    """Return the indices that a push over a shard's whole span names."""
-    if push is None:
-        return torch.empty(0, dtype=torch.int32, device="cpu")
-    return None if push.offsets is None else push.offsets.to(offset_dtype(push.span.length))
-
-
-def offset_dtype(length: int) -> torch.dtype:
-    """Return the dtype of offsets within a shard of so many elements."""
-    return torch.int32 if length < 2**31 else torch.int64
 
 
 class ChangeLog:
@@ -123,7 +108,7 @@ def union(changes: Sequence[ChangedIndices], size: int) -> ChangedIndices:
         return _sorted_union(known)
     words, count = _bitmap(known, size)
     offsets = np.empty(count, np.int64)
-    reply_loops.gather.on(count)(words, None, offsets, None)
+    union_loops.gather.on(count)(words, None, offsets, None)
     return torch.from_numpy(offsets)
 
 
@@ -135,7 +120,7 @@ def gather(changes: Sequence[ChangedIndices], theta: torch.Tensor) -> tuple[torc
     if len(known) > 1 and theta.device.type == "cpu" and _is_scanned(known, theta.numel()):
         words, count = _bitmap(known, theta.numel())
         offsets, values = np.empty(count, np.int64), np.empty(count, np.float32)
-        reply_loops.gather.on(count)(words, theta.numpy(), offsets, values)
+        union_loops.gather.on(count)(words, theta.numpy(), offsets, values)
         return torch.from_numpy(offsets), torch.from_numpy(values)
     united = union(known, theta.numel())
     assert united is not None
@@ -169,7 +154,7 @@ def _bitmap(known: list[torch.Tensor], size: int) -> tuple[NDArray[np.uint64], i
     """Mark the offsets in a bitmap of ``size`` bits; return its words, and how many bits are set."""
     words = np.zeros(-(-size // 64), np.uint64)
     for each in known:
-        reply_loops.mark.on(each.numel())(words, each.numpy())
+        union_loops.mark.on(each.numel())(words, each.numpy())
     return words, int(np.bitwise_count(words).sum(dtype=np.int64))
 
 

@@ -2,7 +2,7 @@
 
 Every method that reads or writes ``theta`` is called on the apply thread (:mod:`psservice.apply_thread`) and on no
 other, so each sees, and leaves behind, exactly one version. Replies read ``theta`` beside that thread: a change is in
-the log before its version is seen, so what was read too early is known (:mod:`psservice.model.exact_reply`).
+the log before its version is seen, so what was read too early is known (:mod:`psservice.replies.exact_reply`).
 """
 
 import logging
@@ -18,12 +18,13 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.selection.cuda.launches import to_device
 from pscore.telemetry.tracing import traced
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.model.changelog import ChangedIndices, ChangeLog, changed_by
-from psservice.model.rules.base import PLAIN, PushContext, RuleState, UpdateRule
-from psservice.model.shared_reply import SharedReplies
+from psservice.model.changelog import ChangeLog
+from psservice.model.shared_results import SharedResults
 from psservice.model.synchronous_rounds import SynchronousRound
 from psservice.model.training_mode import TrainingMode
 from psservice.model.undo_log import Overwritten, UndoLog
+from psservice.rules.base import PLAIN, PushContext, RuleState, UpdateRule
+from psservice.rules.changed import ChangedIndices, changed_by
 from psservice.settings import ShardSettings
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class ModelShard:
         round: the open round; ``None`` if training is asynchronous, and in groups.
         densified: whether the last update was sparse and changed everything.
         changes: odd while ``theta`` and version change, and another number after each change.
-        replies: exact replies of the present version.
+        replies: exact replies of the present version, which callers share.
         before_update: called, on the apply thread, before an update changes ``theta``.
         changes_by_updates_only: whether ``theta`` is the model at its version, and nothing but updates changes it.
     """
@@ -67,7 +68,7 @@ class ModelShard:
     def __post_init__(self) -> None:
         limit = max(1, int(self.settings.ledger_multiple * self.span.length))
         self.changelog = ChangeLog(self.span.length, limit, self.version)
-        self.replies = SharedReplies(4 * self.span.length)
+        self.replies = SharedResults(4 * self.span.length)
         self.densified, self.changes = False, 0
         self.before_update: list[Callable[[], None]] = []
         rounds = self.mode.rounds

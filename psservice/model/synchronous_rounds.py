@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.model.rules.base import PLAIN, PushContext, RuleState
+from psservice.rules.base import PLAIN, PushContext, RuleState
 
 _LARGEST_VALUE = 1e30  # sums of millions of these are finite
 _MOST_WORKERS = 1 << 20

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.model.rules.base import RuleMaker
-from psservice.model.rules.delayed_nesterov import DelayedNesterov, Options
-from psservice.model.rules.optimizer_settings import TorchSettings
-from psservice.model.rules.rmsprop import RMSprop, settings_of
-from psservice.model.rules.subtract import Subtract
-from psservice.model.rules.torch_optimizer import TorchOptimizer
 from psservice.model.synchronous_rounds import RoundSettings
 from psservice.model.wagma.schedule import GroupSettings
+from psservice.rules.base import RuleMaker
+from psservice.rules.delayed_nesterov import DelayedNesterov, Options
+from psservice.rules.optimizer_settings import TorchSettings
+from psservice.rules.rmsprop import RMSprop, settings_of
+from psservice.rules.subtract import Subtract
+from psservice.rules.torch_optimizer import TorchOptimizer
 
 _RULES: dict[str, Callable[[Mapping[str, str]], RuleMaker]] = {
     "subtract": lambda settings: Subtract,

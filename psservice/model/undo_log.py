@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from psservice.model.changelog import ChangedIndices
-from psservice.model.rules.base import RuleState
+from psservice.rules.base import RuleState
+from psservice.rules.changed import ChangedIndices
 
 _MOST_VERSIONS = 10_000  # a bound on what empty pushes may cost, and on the time to search them
 

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 
-from psservice.model.warmup import warm_up
+from psservice.warmup import warm_up
 
 log = logging.getLogger("psservice")
 

@@ -6,8 +6,8 @@ from pscore.model.layout import Span
 from pscore.version import __version__
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.membership.member import Member
-from psservice.model.reply_session import ReplyMode
 from psservice.observability.metrics import Metrics
+from psservice.replies.reply_session import ReplyMode
 from psservice.rpc.certificates import ServerCertificates
 from psservice.settings import ServerSettings
 from psservice.shard.following import RUN_STATES

@@ -29,7 +29,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.awaiting import NotYetError
 from psservice.data_leases.codec import answer_to_message, finished_of, sample_request_of
 from psservice.membership.member import Member
-from psservice.model.reply_session import PullRequest, Reply
+from psservice.replies.reply_session import PullRequest, Reply
 from psservice.rpc.calls import Call, LastStep, require_place
 from psservice.rpc.memory_budget import MemoryBudget, Reservation, default_limit, largest_stream
 from psservice.rpc.status import REPLY_MODES, run_settings

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.frames import WireForm
 from psservice.membership.member import Member
-from psservice.model.exact_reply import Reserve
-from psservice.model.reply_session import PullRequest, Reply, ReplyMaker
+from psservice.replies.exact_reply import Reserve
+from psservice.replies.reply_session import PullRequest, Reply, ReplyMaker
 from psservice.shard.lifecycle import close_due_rounds
 from psservice.shard.shard import Shard
 from psservice.state.run import RunState

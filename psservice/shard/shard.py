@@ -22,9 +22,9 @@ from psservice.membership.admission import Admission
 from psservice.membership.drain_gate import DrainGate
 from psservice.membership.leases import Leases, ServingClock
 from psservice.model.parameters import ModelShard
-from psservice.model.reply_mode import ReplyRule
-from psservice.model.topk import ImageBudget, TopKSettings
 from psservice.observability.metrics import Metrics
+from psservice.replies.reply_mode import ReplyRule
+from psservice.replies.topk import ImageBudget, TopKSettings
 from psservice.settings import ServerSettings
 from psservice.shard.synchronizer import Synchronizer, synchronizer_for
 from psservice.shard.upload import Uploads

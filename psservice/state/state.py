@@ -15,10 +15,10 @@ from pscore.wire.messages import share_from_messages
 from psservice.data_leases.dataset import Datasets, Plan, SampleRequest
 from psservice.model.buffers import BufferAverage
 from psservice.model.parameters import ModelShard
-from psservice.model.rules.base import PushContext
 from psservice.model.training_mode import TrainingMode
 from psservice.model.wagma.group_rounds import Decision
 from psservice.model.wagma.replicas import GroupedShard
+from psservice.rules.base import PushContext
 from psservice.state.histories import Histories
 from psservice.state.pushes import Pushes
 from psservice.state.records import Record, identity_of, shard_history_of

@@ -13,9 +13,9 @@ from pscore.wire import frames
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.apply_thread import ApplyThread
 from psservice.model.parameters import ModelShard
-from psservice.model.reply_session import PullRequest, ReplyMaker, ReplyMode, ReplySession
-from psservice.model.topk import TopKSettings
 from psservice.model.training_mode import TrainingMode
+from psservice.replies.reply_session import PullRequest, ReplyMaker, ReplyMode, ReplySession
+from psservice.replies.topk import TopKSettings
 from psservice.settings import ShardSettings
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

@@ -11,8 +11,8 @@ from pscore.wire import frames
 from pscore.wire.errors import Rejected
 from pscore.wire.messages import share_to_messages
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.model.reply_session import PullRequest
 from psservice.observability.metrics import Metrics
+from psservice.replies.reply_session import PullRequest
 from psservice.settings import ServerSettings
 from psservice.shard import join as joining
 from psservice.shard import pull as pulling

@@ -4,7 +4,7 @@ import time
 import pytest
 
 from psservice.membership.leases import Leases
-from psservice.model.reply_mode import ReplyRule
+from psservice.replies.reply_mode import ReplyRule
 from psservice.state.workers import Worker
 from psservice.values import Identity
 from verify.failpoint import skewed_clock

@@ -13,11 +13,12 @@ import torch
 
 from pscore.model.sparse_slice import SparseSlice
 from pscore.telemetry.tracing import traced
-from psservice.model.changelog import ALMOST_ALL, offset_dtype
+from psservice.model.changelog import ALMOST_ALL
 from psservice.model.parameters import ModelShard
-from psservice.model.rules.base import PLAIN, PushContext, RuleState
 from psservice.model.training_mode import TrainingMode
 from psservice.model.wagma.group_rounds import Decision, Frozen, GroupRounds
+from psservice.rules.base import PLAIN, PushContext, RuleState
+from psservice.rules.changed import offset_dtype
 
 
 class OtherModels(NamedTuple):

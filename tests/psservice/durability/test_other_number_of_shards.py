@@ -10,8 +10,8 @@ from pscore.model.layout import Span, TensorSpec
 from pscore.model.ranges import Ranges
 from pscore.model.sparse_slice import SparseSlice
 from psservice.data_leases.dataset import Plan, SampleRequest
-from psservice.model.rules.base import PieceState
-from psservice.model.rules.torch_optimizer import reshard
+from psservice.rules.base import PieceState
+from psservice.rules.torch_optimizer import reshard
 from psservice.shard.buffers_and_samples import lease_samples
 from psservice.shard.push import prepare_push
 from psservice.storage.files import StorageError

@@ -4,7 +4,7 @@ import pytest
 
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.membership.leases import Leases, ServingClock
-from psservice.model.reply_mode import ReplyRule
+from psservice.replies.reply_mode import ReplyRule
 from psservice.state.pushes import Pushes
 from psservice.state.staleness import OwnVersions
 from psservice.state.workers import Worker

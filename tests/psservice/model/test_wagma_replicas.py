@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psservice.model.changelog import union
-from psservice.model.rules.base import RuleState
 from psservice.model.wagma.group_rounds import Decision
+from psservice.rules.base import RuleState
 from tests.psservice.group_makers import LAYOUT, SIZE, all_push, dense, freeze_due, grouped, models, settings_of, sparse
 from tests.psservice.service_makers import bits
 from tests.psservice.shard_makers import Clock

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from psservice.model.parameters import ModelShard
-from psservice.model.rules.base import PushContext
 from psservice.model.training_mode import TrainingMode
 from psservice.model.undo_log import Overwritten, UndoLog
+from psservice.rules.base import PushContext
 from psservice.settings import ShardSettings
 from psservice.shard.push import prepare_push
 from tests.psservice.service_makers import F32, bits, layout_of, sparse_push

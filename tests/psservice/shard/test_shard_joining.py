@@ -8,7 +8,7 @@ from pscore.model.layout import TensorSpec
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.model.reply_session import ReplyMode
+from psservice.replies.reply_session import ReplyMode
 from psservice.shard.join import evict, leave
 from psservice.shard.model_install import upload_progress
 from psservice.values import Identity

@@ -20,8 +20,7 @@ from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.messages import LARGEST_RATE
-from psservice.model.changelog import ChangedIndices, changed_by
-from psservice.model.rules.base import (
+from psservice.rules.base import (
     PLAIN,
     PieceState,
     PortableState,
@@ -30,7 +29,8 @@ from psservice.model.rules.base import (
     UpdateRule,
     import_by_entries,
 )
-from psservice.model.rules.optimizer_settings import bad
+from psservice.rules.changed import ChangedIndices, changed_by
+from psservice.rules.optimizer_settings import bad
 
 _MOST_PUSHES = 10_000
 _NAMES = "momentum", "sum"

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.model.rules import rmsprop
-from psservice.model.rules.base import PushContext
 from psservice.model.training_mode import TrainingMode
+from psservice.rules import rmsprop
+from psservice.rules.base import PushContext
 from tests.psservice.service_makers import F32, bits, layout_of
 
 LAYOUT = layout_of(((30, 20), F32), (7, F32), ((200, 4), F32))

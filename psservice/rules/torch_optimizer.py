@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.model.changelog import ChangedIndices, changed_by, offset_dtype
-from psservice.model.rules.base import PLAIN, PieceState, PortableState, PushContext, RuleState, UpdateRule
-from psservice.model.rules.optimizer_settings import ELEMENTWISE, TORCH_ERRORS, Group, TorchSettings, bad, sane_rate
+from psservice.rules.base import PLAIN, PieceState, PortableState, PushContext, RuleState, UpdateRule
+from psservice.rules.changed import ChangedIndices, changed_by, offset_dtype
+from psservice.rules.optimizer_settings import ELEMENTWISE, TORCH_ERRORS, Group, TorchSettings, bad, sane_rate
 
 log = logging.getLogger(__name__)
 

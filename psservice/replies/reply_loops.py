@@ -1,4 +1,4 @@
-"""The compiled loops of replies: unions by bitmap, top-k of a difference, and what is added where."""
+"""The compiled loops of replies: top-k of a difference, and what is added where."""
 
 # mypy: ignore-errors
 
@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from pscore.jit import compiled
+from psservice.model.union_loops import lowest
 
 WORD = 64
 """Elements whose comparisons are the bits of one word."""
@@ -19,44 +20,7 @@ _FEW = 0.75  # share of k below which what has changed is not enough, and the wh
 _DIGIT = 11  # bits
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
-_0, _1, _2, _4, _6, _56 = (np.uint64(number) for number in (0, 1, 2, 4, 6, 56))
-_PAIRS, _FOURS, _EIGHTS = (np.uint64(mask) for mask in (0x5555555555555555, 0x3333333333333333, 0x0F0F0F0F0F0F0F0F))
-_ONES = np.uint64(0x0101010101010101)
-
-
-@compiled
-def lowest(word):
-    """Return the place of the lowest 1 bit of a uint64; the compiler makes one instruction of this."""
-    bits = ~word & (word - _1)
-    bits -= (bits >> _1) & _PAIRS
-    bits = (bits & _FOURS) + ((bits >> _2) & _FOURS)
-    return np.int64((((bits + (bits >> _4)) & _EIGHTS) * _ONES) >> _56)
-
-
-@compiled
-def mark(words, offsets):
-    """Set the bits of ``offsets`` in ``words`` (uint64, 64 elements each)."""
-    for i in range(offsets.size):
-        offset = offsets[i]
-        words[offset >> 6] |= np.uint64(1) << np.uint64(offset & 63)
-
-
-@compiled
-def gather(words, x, offsets, values):
-    """Write the offsets of the bits that are set, ascending, and ``x`` there; without ``x`` offsets only.
-
-    As many as there is room for in ``offsets``.
-    """
-    count = 0
-    for number in range(words.size):
-        word = words[number]
-        while word != _0 and count < offsets.size:
-            offset = (number << 6) + lowest(word)
-            offsets[count] = offset
-            if x is not None:
-                values[count] = x[offset]
-            count += 1
-            word &= word - _1
+_0, _1 = np.uint64(0), np.uint64(1)
 
 
 @compiled
@@ -260,12 +224,8 @@ def rounded(offsets, values, arrived, ends, bounds, found):
 
 def warm_up() -> None:
     """Run every loop once, so that no pull waits for the compiler: some seconds, once a machine."""
-    words, x, values = np.ones(1, np.uint64), np.ones(64, np.float32), np.empty(128, np.float32)
+    x, values = np.ones(64, np.float32), np.empty(128, np.float32)
     offsets, one = np.zeros(128, np.int64), np.ones(1, np.int64)
-    for dtype in (np.int32, np.int64):
-        mark(words, np.zeros(1, dtype))
-    gather(words, None, offsets[:1], None)
-    gather(words, x, offsets[:1], values)
     merge(one, x[:1], one, x[:1], offsets, values)
     add_at(x, one, x[:1])
     select(x, x, one, False, 0 * one, 64 * one, one, 64 * one, 64 * one, x[:1], offsets, values)

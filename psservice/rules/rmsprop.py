@@ -20,8 +20,7 @@ from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.selection.rule import Integers, Reals
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.model.changelog import ChangedIndices, changed_by
-from psservice.model.rules.base import (
+from psservice.rules.base import (
     PLAIN,
     PieceState,
     PortableState,
@@ -30,7 +29,8 @@ from psservice.model.rules.base import (
     UpdateRule,
     import_by_entries,
 )
-from psservice.model.rules.optimizer_settings import TorchSettings, bad
+from psservice.rules.changed import ChangedIndices, changed_by
+from psservice.rules.optimizer_settings import TorchSettings, bad
 
 _LEAST_FACTOR = 2.0**-20  # below it V is multiplied by the factor, and the next factor is 1
 _LEAST_ALPHA, _LEAST_EPS, _LARGEST_EPS = 0.5, 1e-30, 1e30

@@ -11,7 +11,8 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
 from pscore.wire.frames import WireForm
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.model.shared_reply import ReplyMessages, SharedReplies, SharedReply
+from psservice.model.shared_results import SharedResults
+from psservice.replies.shared_reply import ReplyMessages, SharedReply
 from psservice.shard.pull import _link_class
 from tests.psservice.service_makers import F32, Link, chunks_of, layout_of, new_replica, shard_of, sparse_push, writing
 from tests.psservice.shard_makers import ANNA, BERT, join, present, pull, push, serving
@@ -24,7 +25,7 @@ def reply(position=0, nbytes=1):
 
 
 def test_one_of_several_that_ask_at_once_makes_the_reply():
-    replies, started, go_on, made = SharedReplies(100), threading.Event(), threading.Event(), []
+    replies, started, go_on, made = SharedResults(100), threading.Event(), threading.Event(), []
 
     def make():
         started.set()
@@ -41,14 +42,14 @@ def test_one_of_several_that_ask_at_once_makes_the_reply():
 
 
 def test_a_reply_without_the_newest_change_is_made_anew():
-    replies = SharedReplies(100)
+    replies = SharedResults(100)
     first = replies.get("key", 1, lambda: reply(position=3))
     assert replies.get("key", 3, reply) is first
     assert replies.get("key", 4, lambda: reply(position=4)) is not first
 
 
 def test_a_failure_is_of_the_one_who_meets_it():
-    replies = SharedReplies(100)
+    replies = SharedResults(100)
 
     def fail():
         raise ZeroDivisionError
@@ -59,7 +60,7 @@ def test_a_failure_is_of_the_one_who_meets_it():
 
 
 def test_no_more_is_kept_than_there_is_room_for_and_nothing_of_another_version():
-    replies = SharedReplies(100)
+    replies = SharedResults(100)
     first = replies.get("first", 0, lambda: reply(nbytes=60))
     assert replies.get("first", 0, reply) is first
     second = replies.get("second", 0, lambda: reply(nbytes=60))
@@ -121,7 +122,7 @@ def test_a_reply_that_could_not_be_written_is_made_anew():
         raise MemoryError
         yield
 
-    replies = SharedReplies(100)
+    replies = SharedResults(100)
     failed = replies.get(
         "key", 0, lambda: SharedReply(0, 1, 1, False, 1, ReplyMessages(no_memory(), WireForm(), 1 << 18))
     )

@@ -16,10 +16,11 @@ import torch
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice, entries
 from pscore.wire.frames import WireForm
-from psservice.model import reply_loops
-from psservice.model.changelog import ChangedIndices, gather, most_changed
+from psservice.model.changelog import gather, most_changed
 from psservice.model.parameters import ModelShard
-from psservice.model.shared_reply import DenseMessages, Messages, ReplyMessages, SharedReply
+from psservice.replies import reply_loops
+from psservice.replies.shared_reply import DenseMessages, Messages, ReplyMessages, SharedReply
+from psservice.rules.changed import ChangedIndices
 
 Result = TypeVar("Result")
 

@@ -14,17 +14,17 @@ from pscore.wire import frames
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.frames import WireForm
 from psservice.model.changelog import most_changed
-from psservice.model.exact_reply import (
+from psservice.model.parameters import ModelShard
+from psservice.replies.exact_reply import (
     SPARSE_ENTRY_BYTES,
     Entries,
     ExactReplies,
     ParameterThread,
     Reserve,
 )
-from psservice.model.parameters import ModelShard
-from psservice.model.reply_mode import ReplyRule
-from psservice.model.shared_reply import Messages, ReplyMessages
-from psservice.model.topk import DifferenceSelection, SelectedEntries, TopKSettings, add_at
+from psservice.replies.reply_mode import ReplyRule
+from psservice.replies.shared_reply import Messages, ReplyMessages
+from psservice.replies.topk import DifferenceSelection, SelectedEntries, TopKSettings, add_at
 
 _PENDING_ENTRY_BYTES = 24
 """Of a top-k reply that is kept until it is acknowledged: as selected, as written, and as it is added to the image."""

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.model.reply_session import ReplyMode
-from psservice.model.rules.optimizer_settings import ELEMENTWISE, LAZY, optimizers, schedulers
 from psservice.model.training_mode import TrainingMode
+from psservice.replies.reply_session import ReplyMode
+from psservice.rules.optimizer_settings import ELEMENTWISE, LAZY, optimizers, schedulers
 from tests.psservice.service_makers import F32, bits, layout_of
 from tests.psservice.shard_makers import ANNA, join, open_shards, pull, push, theta, upload
 

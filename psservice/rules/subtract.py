@@ -7,8 +7,8 @@ from pscore.jit import compiled
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.model.changelog import ChangedIndices, changed_by
-from psservice.model.rules.base import PLAIN, PushContext, UpdateRule
+from psservice.rules.base import PLAIN, PushContext, UpdateRule
+from psservice.rules.changed import ChangedIndices, changed_by
 
 _LARGE = 1e30
 """Values up to here can take a parameter out of its range neither alone nor many of them in a lifetime."""

@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 from pscore.model.layout import ModelLayout, Span, TensorSpec
 from pscore.selection import SELECTORS
 from pscore.selection.cuda.launches import DeviceKernels
-from psservice.model import topk
 from psservice.model.changelog import ChangeLog
-from psservice.model.topk import DifferenceSelection, TopKSettings, add_at
+from psservice.replies import topk
+from psservice.replies.topk import DifferenceSelection, TopKSettings, add_at
 from tests.pscore.kernel_makers import DEVICE, randn
 
 SIZES = [40, 3000, 7, 5, 2000, 900]

@@ -5,7 +5,7 @@ the next selection searches only the entries that the log of changes names and t
 of them exceed the bound, the result is that of a full search. Otherwise that tensor is searched whole, and its bound
 falls.
 
-On the host the default selector is one call over all tensors (:func:`psservice.model.reply_loops.select`). Another
+On the host the default selector is one call over all tensors (:func:`psservice.replies.reply_loops.select`). Another
 selector chooses tensor by tensor, and a device from all tensors at once, from a copy of the difference: pushes may
 change the parameters meanwhile, and a selection reads each element more than once.
 """
@@ -34,9 +34,9 @@ from pscore.wire.codecs.values import VALUE_FORMATS
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.frames import WireForm
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.model import reply_loops
 from psservice.model.changelog import ChangeLog, most_changed, union
 from psservice.model.parameters import ModelShard
+from psservice.replies import reply_loops
 
 _WORTH_IT = 1 / 40
 """Changed entries over elements from which one search of everything is cheaper: it reads in order (measured)."""

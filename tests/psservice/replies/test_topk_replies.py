@@ -15,9 +15,9 @@ from pscore.selection import SELECTORS
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.apply_thread import ApplyThread
-from psservice.model.reply_mode import ReplyRule
-from psservice.model.reply_session import ReplyMode, ReplySession
-from psservice.model.topk import ImageBudget, TopKSettings
+from psservice.replies.reply_mode import ReplyRule
+from psservice.replies.reply_session import ReplyMode, ReplySession
+from psservice.replies.topk import ImageBudget, TopKSettings
 from tests.psservice.service_makers import (
     BF16,
     F16,

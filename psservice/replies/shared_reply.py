@@ -1,9 +1,8 @@
 """Exact replies that several workers share: read once, encoded once."""
 
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from pscore.model.sparse_slice import SparseSlice
@@ -15,7 +14,6 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 _CHECKED_BYTES = 1 << 20  # of an exact reply, after which the worker may verify what came so far
 _TOGETHER_BYTES = 64 << 10  # of chunks that are sent together on any link
 _TOGETHER_SECONDS = 0.02  # that the chunks sent together may take on the link
-_MOST_REPLIES = 4
 
 
 class Messages(Protocol):
@@ -159,40 +157,7 @@ class SharedReply:
     nbytes: int
     messages: Messages
 
-
-@dataclass(slots=True)
-class _Slot:
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    reply: SharedReply | None = None
-
-
-class SharedReplies:
-    """The last few exact replies of a model, until the next version: together ``most_bytes``. Thread-safe."""
-
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
-        self._slots: OrderedDict[Hashable, _Slot] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: Hashable, position: int, make: Callable[[], SharedReply]) -> SharedReply:
-        """Return the reply to a question, with every change before ``position``; of several callers one makes it."""
-        with self._lock:
-            slot = self._slots.setdefault(key, _Slot())
-            self._slots.move_to_end(key)
-        with slot.lock:
-            if slot.reply is None or slot.reply.position < position or slot.reply.messages.failed:
-                slot.reply = make()
-                self._make_room()
-            return slot.reply
-
-    def clear(self) -> None:
-        """Drop all replies: the model has changed."""
-        with self._lock:
-            self._slots.clear()
-
-    def _make_room(self) -> None:
-        with self._lock:
-            nbytes = sum(slot.reply.nbytes for slot in self._slots.values() if slot.reply is not None)
-            while self._slots and (nbytes > self._most_bytes or len(self._slots) > _MOST_REPLIES):
-                _, dropped = self._slots.popitem(last=False)
-                nbytes -= 0 if dropped.reply is None else dropped.reply.nbytes
+    @property
+    def failed(self) -> bool:
+        """Whether a message could not be written."""
+        return self.messages.failed

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pscore.model.layout import ModelLayout, Span, TensorSpec
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import Rejected
-from psservice.model.rules.subtract import Subtract
+from psservice.rules.subtract import Subtract
 from tests.pscore.loop_makers import FORMS, run_as
 
 

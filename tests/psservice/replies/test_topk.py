@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from pscore.model.layout import ModelLayout, Span, TensorSpec
 from pscore.selection import SELECTORS
-from psservice.model import reply_loops
 from psservice.model.changelog import ChangeLog
-from psservice.model.reply_loops import LINE, WORD
-from psservice.model.topk import DifferenceSelection, SelectedEntries, Table, TopKSettings, add_at
+from psservice.replies import reply_loops
+from psservice.replies.reply_loops import LINE, WORD
+from psservice.replies.topk import DifferenceSelection, SelectedEntries, Table, TopKSettings, add_at
 from tests.pscore.loop_makers import FORMS, run_as
 
 many = settings(deadline=None, max_examples=100)

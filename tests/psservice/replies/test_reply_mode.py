@@ -2,7 +2,7 @@
 
 import pytest
 
-from psservice.model.reply_mode import CALM_PULLS, ReplyRule
+from psservice.replies.reply_mode import CALM_PULLS, ReplyRule
 
 LIMIT = 0.1
 CALM, BETWEEN, ABOVE = 0.04, 0.07, 0.2

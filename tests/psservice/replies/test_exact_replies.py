@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.changelog import gather
-from psservice.model.reply_session import ReplyMode
+from psservice.replies.reply_session import ReplyMode
 from tests.pscore.loop_makers import FORMS, run_as
 from tests.psservice.service_makers import (
     BF16,
@@ -146,7 +146,7 @@ def test_a_push_between_the_question_and_the_reading_is_part_of_the_reply():
                 model.apply(late.pop())
             return found
 
-        with mock.patch("psservice.model.exact_reply.gather", late_gather):
+        with mock.patch("psservice.replies.exact_reply.gather", late_gather):
             wire = link.pull()
         assert wire.version == 2
         assert link.entries(wire) == 3
@@ -235,7 +235,7 @@ def test_pushes_while_the_values_are_read_are_part_of_the_reply(
         for position, parameter in enumerate(link.replica.parameters):
             parameter.view(-1)[max(0, end - layout.offsets[position]) :] = 7.0
     with (
-        mock.patch("psservice.model.exact_reply.gather", slow_gather),
+        mock.patch("psservice.replies.exact_reply.gather", slow_gather),
         run_as(form),
     ):
         wire = link.ask(base_end=end)

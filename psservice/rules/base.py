@@ -9,7 +9,7 @@ import torch
 
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
-from psservice.model.changelog import ChangedIndices
+from psservice.rules.changed import ChangedIndices
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Answers to pulls: exact differences, and top-k with an image of the worker's replica. No gRPC, no files."""

@@ -1,0 +1,20 @@
+"""Which elements an update has changed."""
+
+import torch
+
+from pscore.model.sparse_slice import SparseSlice
+
+ChangedIndices = torch.Tensor | None
+"""Offsets within the shard (int32 or int64, strictly increasing), or ``None`` for every element."""
+
+
+def changed_by(push: SparseSlice | None) -> ChangedIndices:
+    """Return the indices that a push over a shard's whole span names."""
+    if push is None:
+        return torch.empty(0, dtype=torch.int32, device="cpu")
+    return None if push.offsets is None else push.offsets.to(offset_dtype(push.span.length))
+
+
+def offset_dtype(length: int) -> torch.dtype:
+    """Return the dtype of offsets within a shard of so many elements."""
+    return torch.int32 if length < 2**31 else torch.int64
