@@ -50,7 +50,8 @@ ROOMS = {
         ["replies"],
         ["model"],
         ["rules"],
-        ["__init__", "awaiting", "settings", "values"],
+        ["__init__", "awaiting", "settings"],
+        ["values"],
     ],
 }
 """The rooms of each package, upper rows first: a room imports only lower rows (docs/internals/architecture.md)."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.awaiting import NotYetError
+from psservice.values import Identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +14,7 @@ class Pace:
 
     clock: int
     slowest: int
-    slowest_worker: str
+    slowest_worker: Identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,13 @@ class Admission:
             return
         lead = _lead(pace)
         if lead > self.ssp_bound:
+            slowest = pace.slowest_worker.worker_id
             raise NotYetError(
                 ErrorCode.TOO_FAR_AHEAD,
-                f"this push would be {lead} ahead of worker {pace.slowest_worker!r}, at most {self.ssp_bound} may be",
+                f"this push would be {lead} ahead of worker {slowest!r}, at most {self.ssp_bound} may be",
                 lambda: (now := read_pace()) is None or _lead(now) <= self.ssp_bound,
-                worker=pace.slowest_worker,
+                pusher=lambda: None if (now := read_pace()) is None else now.slowest_worker,
+                worker=slowest,
                 ssp_bound=str(self.ssp_bound),
             )
 

@@ -189,8 +189,7 @@ class Leases:
             if not others:
                 return None
             slowest = min(others, key=lambda other: (other.worker.clock, other.clock_moved))
-            clock, name = slowest.worker.clock, slowest.identity.worker_id
-            return Pace(member.worker.clock, clock, name)
+            return Pace(member.worker.clock, slowest.worker.clock, slowest.identity)
 
     def pushed(self, member: Member) -> None:
         """Note that one of a member's pushes was applied."""

@@ -23,6 +23,7 @@ from pscore.names import escaped
 from pscore.telemetry import tracing
 from pscore.telemetry.span import NO_SPAN, TRACEPARENT
 from pscore.wire.errors import ErrorCode, Rejected, to_status
+from pscore.wire.frames import FRAMING_BYTES
 from pscore.wire.messages import SHARD_HEADER
 from psservice.awaiting import NotYetError
 from psservice.rpc.auth import Authenticator, Caller
@@ -35,12 +36,13 @@ from psservice.rpc.calls import (
     Lane,
     LastStep,
     StreamReader,
+    parse,
     require_place,
 )
 from psservice.rpc.memory_budget import MemoryBudget, received_bytes
 from psservice.rpc.open_call import OpenCall, Pool, StalledError, fetch_error
 from psservice.rpc.penalty import Penalty, is_fault
-from psservice.rpc.work import Answers, feed, feed_and_finish, finish, more, reply_to
+from psservice.rpc.work import Answers, begin, feed, feed_and_finish, finish, more, reply_to
 from psservice.shard.shard import Shard
 from psservice.values import Identity
 
@@ -280,10 +282,21 @@ class Dispatcher:
 
     async def _in_turn(self, opened: OpenCall, handler: Handler, raw: bytes) -> Answers:
         """Answer a request of one message, once what it waits for has happened."""
+        if opened.rule.stays_open:
+            if len(raw) > _SMALL_BYTES:
+                raise Rejected(ErrorCode.BAD_REQUEST, f"a {opened.call.rpc} request has up to {_SMALL_BYTES} bytes")
+            opened.call.received_bytes = len(raw) + FRAMING_BYTES
+            message = parse(opened.call, raw)
+            return await self._until_ready(opened, partial(self._check_and_reply, opened, handler, message))
         work = partial(reply_to, opened.call, cast(_OneMessage, handler), raw)
         with self._request_budget.open() as reservation:  # it waits for a thread, or for others
             reservation.add(received_bytes(len(raw)))
             return await self._until_ready(opened, partial(opened.run, work))
+
+    async def _check_and_reply(self, opened: OpenCall, handler: Handler, message: Message) -> Answers:
+        """Answer a small request: its handler checks here what it waits for; a thread makes the answers."""
+        answers = cast(_OneMessage, handler)(opened.call, message)
+        return await opened.run(partial(begin, opened.call, answers))
 
     async def _until_ready(self, opened: OpenCall, attempt: Callable[[], Awaitable[Result]]) -> Result:
         """Make an attempt, again whenever what it waits for has happened, as long as the call may wait."""
@@ -312,7 +325,9 @@ class Dispatcher:
             return self._stopping or has_left or (opened.rule.changes and self._shard.drain_gate.is_closed)
 
         # Everyone may have been woken since the attempt has begun.
-        self._waiters.add(wake, lambda: is_refused() or early.is_over() or self._waiters.everyone is not everyone)
+        self._waiters.add(
+            wake, lambda: is_refused() or early.is_over() or self._waiters.everyone is not everyone, early.pusher
+        )
         try:
             await opened.wait(woken, min(call.wait_end, begun + early.again_seconds), "others")
         except StalledError:

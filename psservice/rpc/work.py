@@ -21,8 +21,8 @@ def reply_to(call: Call, handler: Callable[[Call, Message], Answer], raw: bytes)
     call.received_bytes = len(raw) + FRAMING_BYTES
     message = parse(call, raw)
     if call.span is NO_SPAN:
-        return _begin(call, handler(call, message))
-    return call.span.run(_begin, call, handler(call, message))
+        return begin(call, handler(call, message))
+    return call.span.run(begin, call, handler(call, message))
 
 
 def feed(call: Call, reading: StreamReader, raw: bytes | None, arrived_nanoseconds: int) -> Answers | LastStep | None:
@@ -44,7 +44,7 @@ def feed(call: Call, reading: StreamReader, raw: bytes | None, arrived_nanosecon
         else:
             call.span.run(reading.send, message)
     except StopIteration as end:
-        return end.value if callable(end.value) else _begin(call, end.value)
+        return end.value if callable(end.value) else begin(call, end.value)
     return None
 
 
@@ -61,7 +61,7 @@ def feed_and_finish(
 
 def finish(call: Call, last_step: LastStep) -> Answers:
     """Take the last step of a request, and return its answers."""
-    return _begin(call, last_step() if call.span is NO_SPAN else call.span.run(last_step))
+    return begin(call, last_step() if call.span is NO_SPAN else call.span.run(last_step))
 
 
 def more(call: Call, answers: Generator[Any, None, None]) -> Answers:
@@ -78,5 +78,6 @@ def more(call: Call, answers: Generator[Any, None, None]) -> Answers:
     return batch, answers if size >= _ANSWER_BYTES else None
 
 
-def _begin(call: Call, answer: Answer) -> Answers:
+def begin(call: Call, answer: Answer) -> Answers:
+    """Serialize the first answers."""
     return ([answer.SerializeToString()], None) if isinstance(answer, Message) else more(call, answer)

@@ -235,12 +235,15 @@ class WorkerCalls:
         return last_step
 
     def pull_diff(self, call: Call, request: pb.PullDiffRequest) -> Iterator[bytes]:
-        """Send a worker what its replica lacks."""
-        shard = self._shard
+        """Send a worker what its replica lacks, once the push that it names is applied; called on the event loop."""
         identity = self._identify(call, request.identity)
-        member = shard.leases.require(identity)
+        member = self._shard.leases.require(identity)
         if request.after_step:
             self._require_pushed(identity, request.after_step)
+        return self._pull(call, member, request)
+
+    def _pull(self, call: Call, member: Member, request: pb.PullDiffRequest) -> Iterator[bytes]:
+        shard, identity = self._shard, member.identity
         _, most_of_worker, dense = self._limits()
         with self._pull_budget.open(most_of_worker=most_of_worker) as reservation:
             reservation.belongs_to(identity.worker_id)
@@ -335,7 +338,11 @@ class WorkerCalls:
         if pushes.find(identity).step < step:
             why = f"the push of step {step}, which the pull comes behind, has not been applied"
             raise NotYetError(
-                ErrorCode.BUSY, why, lambda: pushes.find(identity).step >= step, least_seconds=idle_seconds
+                ErrorCode.BUSY,
+                why,
+                lambda: pushes.find(identity).step >= step,
+                pusher=lambda: identity,
+                least_seconds=idle_seconds,
             )
 
     def _finish(self, call: Call) -> None:

@@ -65,6 +65,9 @@ def _push(
     record = _decide(shard, member, header, finished)
     answer = shard.commit(record, update, messages)
     assert answer is not None
+    shard.leases.waiters.pushed(identity)
+    if finished:
+        shard.leases.waiters.wake()
     member.last_step, member.staleness = header.step, answer.staleness
     member.samples = added(member.samples, header.samples)
     had_none = member.has_no_samples
@@ -74,7 +77,6 @@ def _push(
     shard.metrics.observe_push(answer, shard.require_model(None).version)
     shard.require_synchronizer(None).close_if_due()
     end_if_over(shard, (identity, header.step))
-    shard.leases.waiters.wake()
     return answer, False
 
 

@@ -173,7 +173,8 @@ class Shard:
         self.durability.records.append(record, messages)
         with self.apply_thread.all_or_stop():
             answer = self.state.apply(record, update)
-        self.leases.waiters.wake()
+        if answer is None:
+            self.leases.waiters.wake()
         return answer
 
     def change(self, record: Record) -> None:

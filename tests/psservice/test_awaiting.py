@@ -1,6 +1,7 @@
 """Calls that wait for a condition are woken once it holds, and not before; nothing is kept of one that has gone."""
 
 from psservice.awaiting import Waiters
+from psservice.values import Identity
 
 
 class Loop:
@@ -88,3 +89,27 @@ def test_everyone_is_woken_once_also_by_a_look_that_others_have_posted():
     waiters.wake()
     loop.run()
     assert woken == ["first"]
+
+
+def test_a_push_has_only_those_look_that_wait_for_its_worker_and_they_may_wait_for_another_then():
+    waiters, loop = served()
+    anna, bert = Identity("anna", "1"), Identity("bert", "1")
+    clocks, woken, looked = {anna: 0, bert: 1}, [], []
+
+    def is_over():
+        looked.append("keyed")
+        return min(clocks.values()) >= 2
+
+    waiters.add(lambda: woken.append("keyed"), is_over, lambda: min(clocks, key=clocks.__getitem__))
+    waiters.add(lambda: woken.append("other"), lambda: looked.append("other"))
+    looked.clear()
+    waiters.pushed(bert)
+    assert (loop.posted, looked) == ([], []), "nobody waits for bert"
+    for identity in (anna, anna, bert):
+        clocks[identity] += 1
+        waiters.pushed(identity)
+        loop.run()
+    assert woken == ["keyed"]
+    assert set(looked) == {"keyed"}
+    waiters.pushed(bert)
+    assert (loop.posted, len(waiters)) == ([], 1)

@@ -67,7 +67,7 @@ def test_the_cut_off_refuses_what_is_staler_and_says_by_how_much(most, staleness
 
 @given(st.integers(1, 50), st.integers(0, 200), st.integers(0, 200))
 def test_the_bound_holds_back_who_would_be_further_ahead_until_the_slowest_has_come_on(bound, clock, slowest):
-    rules, paces = Admission(ssp_bound=bound), [Pace(clock, slowest, "bert")]
+    rules, paces = Admission(ssp_bound=bound), [Pace(clock, slowest, BERT)]
     if clock + 1 - slowest <= bound:
         rules.require_in_step(lambda: paces[-1])
         return
@@ -76,9 +76,9 @@ def test_the_bound_holds_back_who_would_be_further_ahead_until_the_slowest_has_c
     assert refused.value.reason is ErrorCode.TOO_FAR_AHEAD
     assert 0 < refused.value.retry_seconds <= 1.0
     assert not refused.value.is_over()
-    paces.append(Pace(clock, clock - bound, "bert"))
+    paces.append(Pace(clock, clock - bound, BERT))
     assert not refused.value.is_over()
-    paces.append(Pace(clock, clock + 1 - bound, "bert"))
+    paces.append(Pace(clock, clock + 1 - bound, BERT))
     assert refused.value.is_over()
     paces.append(None)  # the other worker has gone
     assert refused.value.is_over()
