@@ -1,5 +1,6 @@
 """What ``make`` would do, as it says itself with ``--dry-run``."""
 
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +16,9 @@ ROOT = Path(__file__).parent.parent
 
 def planned(target, venv, *variables):
     command = ["make", "--dry-run", target, f"VENV={venv}", *variables]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    ours = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES")}
+    run = subprocess.run(command, cwd=ROOT, env=ours, capture_output=True, text=True, timeout=60, check=True)
+    return run.stdout
 
 
 PROGRAMS = (

@@ -33,16 +33,8 @@ def train(cache, **options):
     return [line for line in done.stderr.splitlines() if "compil" in line]
 
 
-@pytest.mark.timeout(2 * LIMIT_SECONDS)
-def test_the_first_training_says_that_it_compiles_and_the_second_finds_it_done(tmp_path):
-    told = train(tmp_path)
-    assert len(told) == 1, told
-    assert "some seconds" in told[0]
-    assert train(tmp_path) == []
-
-
 @pytest.mark.timeout(3 * LIMIT_SECONDS)
-def test_a_training_finds_compiled_what_the_commands_compile(tmp_path):
+def test_a_training_finds_compiled_what_the_commands_compile_and_else_says_once_that_it_compiles(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path)}
     for package in ("psservice", "psclient"):
         command = [sys.executable, "-m", package, "compile"]
@@ -52,6 +44,13 @@ def test_a_training_finds_compiled_what_the_commands_compile(tmp_path):
     assert compiled
     assert train(tmp_path) == []
     assert sorted(tmp_path.rglob("*.nbc")) == compiled, "by worker and server"
+    missing = [path for path in tmp_path.rglob("rule_loops.*") if path.suffix in (".nbi", ".nbc")]
+    for path in missing:
+        path.unlink()
+    told = train(tmp_path)
+    assert len(told) == 1, told
+    assert "some seconds" in told[0]
+    assert train(tmp_path) == [], "what a training compiles is kept"
 
 
 def test_serve_says_at_a_terminal_that_it_loads_and_then_which_settings_are_not_the_defaults():

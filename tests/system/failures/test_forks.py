@@ -13,17 +13,23 @@ FORKS = 120
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("method", ["dgs", "server rmsprop"])
-def test_forked_processes_live_beside_a_training_worker(method):
-    program = [sys.executable, "-m", "verify.forks", "--forks", str(FORKS), "--method", method]
+def test_forked_processes_live_beside_a_training_worker():
+    methods = ["--method", "dgs", "--method", "server rmsprop"]
+    program = [sys.executable, "-m", "verify.forks", "--forks", str(FORKS), *methods]
     done = subprocess.run(program, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert "0 children were aborted" in done.stdout
 
 
+@pytest.fixture(scope="module")
+def server():
+    with LocalServer() as running:
+        yield running.server
+
+
 TRAINS_TOO = """
 import os, signal, sys, torch, psclient
-server, parent, child = sys.argv[1:4]
+server, parent, *children = sys.argv[1:]
 
 def make(name):
     layer = torch.nn.Linear(50, 2)
@@ -38,44 +44,40 @@ DO = {
 }
 optimizer = make("parent")
 optimizer.step()
-if parent == "closed":
+if parent != "trains":
     optimizer.close()
-elif parent == "downloaded":
-    optimizer.close()
+if parent == "downloaded":
     psclient.download(server)
-pid = os.fork()
-if pid == 0:
-    signal.alarm(30)  # ends a child that hangs, with a signal
-    try:
-        DO[child]()
-    except psclient.errors.ConfigurationError as error:
-        print(error, flush=True)
-        os._exit(0)
-    os._exit(1)
-print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+for child in children:
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(30)  # ends a child that hangs, with a signal
+        try:
+            DO[child]()
+        except psclient.errors.ConfigurationError as error:
+            print(error, flush=True)
+            os._exit(0)
+        os._exit(1)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
 
 @pytest.mark.parametrize(
-    ("parent", "child"),
+    ("parent", "children"),
     [
-        ("trains", "makes one"),
-        ("trains", "starts a server"),
-        ("trains", "steps"),
-        ("trains", "pulls"),
-        ("trains", "downloads"),
-        ("closed", "makes one"),
-        ("downloaded", "downloads"),
+        ("trains", ["makes one", "starts a server", "steps", "pulls", "downloads"]),
+        ("closed", ["makes one"]),
+        ("downloaded", ["downloads"]),
     ],
 )
-def test_a_forked_child_that_would_talk_to_a_server_hears_at_once_how_to_start_it(parent, child):
-    with LocalServer() as server:
-        program = [sys.executable, "-c", TRAINS_TOO, server.server, parent, child]
-        done = subprocess.run(program, capture_output=True, text=True, timeout=100)
-    said, status = done.stdout.splitlines()
-    assert status == "0", done.stderr
-    assert "forkserver" in said
-    assert "spawn" in said
+def test_a_forked_child_that_would_talk_to_a_server_hears_at_once_how_to_start_it(parent, children, server):
+    program = [sys.executable, "-c", TRAINS_TOO, server, parent, *children]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=100)
+    lines = done.stdout.splitlines()
+    for child, said, status in zip(children, lines[::2], lines[1::2], strict=True):
+        assert status == "0", (child, done.stderr)
+        assert "forkserver" in said, child
+        assert "spawn" in said, child
 
 
 LATE = """
@@ -93,9 +95,8 @@ for _ in range(2):
 
 
 @pytest.mark.parametrize("variable", [None, "0", "1"])
-def test_who_has_imported_grpc_with_its_fork_handlers_is_warned_once(variable):
-    with LocalServer() as server:
-        set_or_not = [f"GRPC_ENABLE_FORK_SUPPORT={variable}"] * (variable is not None)
-        program = ["env", "-u", "GRPC_ENABLE_FORK_SUPPORT", *set_or_not, sys.executable, "-c", LATE, server.server]
-        done = subprocess.run(program, capture_output=True, text=True, timeout=100)
+def test_who_has_imported_grpc_with_its_fork_handlers_is_warned_once(variable, server):
+    set_or_not = [f"GRPC_ENABLE_FORK_SUPPORT={variable}"] * (variable is not None)
+    program = ["env", "-u", "GRPC_ENABLE_FORK_SUPPORT", *set_or_not, sys.executable, "-c", LATE, server]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=100)
     assert done.stderr.count("GRPC_ENABLE_FORK_SUPPORT=0") == (variable != "0"), done.stderr
