@@ -1,4 +1,7 @@
-"""Threads that run jobs in order, and waiting for a job that any signal may interrupt."""
+"""Threads that run jobs in order, and waiting for a job that any signal may interrupt.
+
+A thread that works for another one launches in that thread's CUDA streams.
+"""
 
 import _thread
 import math
@@ -6,9 +9,13 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Generic, TypeVar
 
+import torch
+
+from psclient.errors import ConfigurationError
 from pscore.telemetry import tracing
 
 Result = TypeVar("Result")
@@ -33,7 +40,7 @@ class Job(Generic[Result]):
         self.finished = False
         self.cancelled = False
         self._parent = parent
-        self._work: Callable[[], Result] | None = tracing.carried(work)
+        self._work: Callable[[], Result] | None = work if tracing.spans is None else tracing.carried(work)
         self._result: Result | None = None
         self._error: BaseException | None = None
         self._running = _thread.allocate_lock()
@@ -165,3 +172,33 @@ def _run(jobs: "queue.SimpleQueue[Job[Any] | None]", running: list[Job[Any]]) ->
         job.run()
         running.clear()
         del job  # or the thread keeps what it refers to until the next one
+
+
+def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
+    """Return the CUDA devices that tensors lie on."""
+    return [device for device in dict.fromkeys(tensor.device for tensor in tensors) if device.type == "cuda"]
+
+
+def current_streams(devices: Sequence[torch.device]) -> list[torch.cuda.Stream]:
+    """Return the calling thread's streams of some devices, and last that of its current device.
+
+    Raises:
+        ConfigurationError: a CUDA graph is being captured.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return []
+    if torch.cuda.is_current_stream_capturing():
+        raise ConfigurationError(
+            "a CUDA graph cannot contain a push or a pull: these wait for a server. Capture forward and backward "
+            "without step(), with overlap=False, and call step() after each replay of the graph"
+        )
+    return [torch.cuda.current_stream(device) for device in (*devices, None)]
+
+
+@contextmanager
+def entered(streams: Iterable[torch.cuda.Stream]) -> Iterator[None]:
+    """Launch in these streams, one a device; the last one's device is the current one."""
+    with ExitStack() as stack:
+        for stream in streams:
+            stack.enter_context(torch.cuda.stream(stream))
+        yield

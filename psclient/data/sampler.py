@@ -14,7 +14,7 @@ from psclient.errors import (
     ServerFaultError,
 )
 from psclient.optim.base import ParameterServerOptimizer
-from psclient.rpc.samples import SampleSet, sample_set, union
+from psclient.rpc.samples import SampleSet, SampleTracker, sample_set, union
 from psclient.whole_numbers import whole_number
 from pscore.model.ranges import Ranges
 from pscore.wire.messages import share_to_messages
@@ -72,12 +72,12 @@ class ElasticSampler(Sampler[int]):
             raise ConfigurationError(
                 f"ElasticSampler needs a method with a server, as psclient.DGS, not {type(optimizer).__name__}"
             )
-        if optimizer._model.module is None:
+        if not optimizer._engine.counts_samples:
             raise ConfigurationError(
                 "this optimizer was made without model=, so it does not know which samples a step has trained; pass it"
             )
-        self._optimizer, self._run = optimizer, optimizer._run
-        self._tracker = self._run.progress
+        self._optimizer, self._engine, self._run = optimizer, optimizer._engine, optimizer._engine.run
+        self._tracker = self._run.progress = self._run.progress or SampleTracker()
         self._dataset, self._size, self._seed, self._shuffle = name, size, seed, shuffle
         self._lease_samples = lease_samples
         self._joins = self._run.joins  # of the worker, when its samples were leased
@@ -127,7 +127,7 @@ class ElasticSampler(Sampler[int]):
             EpochHeldUpError: others hold samples of so many earlier epochs that the server begins no other.
         """
         this_pass = self._pass = self._pass + 1
-        waiting = self._optimizer._engine.samples_waiting
+        waiting = self._engine.samples_waiting
         self._undrawn.extendleft(reversed(self._tracker.undraw(self._dataset, waiting)))
         batches = GivenBatches(self, waiting)
         self._tracker.begin_pass(batches)
@@ -209,7 +209,7 @@ class ElasticSampler(Sampler[int]):
         """
         leased = union(self._tracker.unacked(self._dataset), sample_set(self._undrawn))
         wanted = self._lease_samples if samples is None else samples
-        answer = self._optimizer._worker.do(lambda: self._request_lease(goal, wanted, leased, waits))
+        answer = self._engine.do(lambda: self._request_lease(goal, wanted, leased, waits))
         lost = sample_set(answer.lost)
         kept = [
             pb.SampleRange(epoch=part.epoch, start=start, count=end - start)

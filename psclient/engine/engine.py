@@ -6,17 +6,21 @@ The order is that of docs/reference/protocol.md. With overlap the same goes on b
 
 import logging
 import time
-from collections.abc import Callable, Iterable, KeysView, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
 from psclient.compress.gradients import Gradients, PushedGradients, Scale, finite, refuse_unsound, require_trainable
 from psclient.compress.groups import ParamGroups, Rates
-from psclient.compress.selector import Grouping, Groups, Selector
-from psclient.compress.table import Sent
-from psclient.engine.mgs import MergedGradients
+from psclient.compress.method import Method, State
+from psclient.compress.selector import Grouping, Selector
+from psclient.compress.table import Choice, Sent
+from psclient.engine import sigterm
+from psclient.engine.lifecycle import Lifecycle
+from psclient.engine.mgs import LayerDensity, MergedGradients
 from psclient.engine.overlap import Overlap
 from psclient.engine.sample_counter import SampleCounter
 from psclient.errors import (
@@ -32,6 +36,7 @@ from psclient.errors import (
     SparsepsError,
     from_refusal,
 )
+from psclient.executor import current_streams, devices_of, entered
 from psclient.model.module import TrainedModel
 from psclient.model.replica import Replica
 from psclient.report import StepReport, Totals
@@ -39,21 +44,21 @@ from psclient.rpc.buffers import BufferExchange
 from psclient.rpc.channel import suppress_errors
 from psclient.rpc.run import Run
 from psclient.rpc.shard_stream import PulledReply, PushPart, ShardStream
+from psclient.settings import ClientSettings
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice, entries, merge
 from pscore.names import shown
+from pscore.selection import SELECTORS
 from pscore.selection.cuda.launches import UnsoundError
-from pscore.telemetry import tracing
-from pscore.telemetry.span import NO_SPAN
-from pscore.wire import frames
-from pscore.wire.dense import dense_chunks
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 log = logging.getLogger("psclient")
 
-CLOSING_SECONDS = 5.0
-"""An end must not wait for a server that is gone."""
+Result = TypeVar("Result")
+
+_CLOSING_SECONDS = 5.0  # an end must not wait for a server that is gone
+_LEAVING_SECONDS = 5.0  # for calls whose answers are of no consequence, and threads that end
 
 _SAMPLED_STEPS = 16
 """Between two looks for parameters that were written to without a trace; each reads some hundred KB twice."""
@@ -65,7 +70,7 @@ GradientSource = Callable[[range], dict[int, torch.Tensor]]
 """Returns the gradients (or differences) of tensors of the layout, by position, without a copy."""
 
 GradientScale = Callable[[Sequence[torch.Tensor], int], Scale]
-"""The factor for all gradients of a step, from the gradients and the number of live workers."""
+"""Returns the factor for all gradients of a step, from the gradients and the number of live workers."""
 
 Replies = dict[int, PulledReply]
 
@@ -80,50 +85,65 @@ class PushOutcome:
 
 
 class Engine:
-    """One worker's steps, without a reference to the optimizer around it; a push is sent in groups of tensors.
+    """One worker's steps, and the thread in which they are taken; without a reference to the optimizer around it.
 
-    ``schedule`` is ``None`` if the param groups have the density; ``rates`` returns the rates of the next push;
-    ``synchronous``: updates are gathered in rounds, or go to a model of the worker's own; ``merged`` measures, and
-    chooses the groups, if that was asked for.
+    ``states`` has each parameter's memories, as the method has them; ``agreed`` are the settings in which all workers
+    of the run must agree; ``schedule`` is ``None`` if the param groups have the density; ``rates`` returns the rates of
+    the next push; ``synchronous``: updates are gathered in rounds, or go to a model of the worker's own.
 
     Attributes:
         number: of the step that was begun last.
         acknowledged_step: the last one that some shard has applied.
         refused: parts of pushes that went back.
         overlap: if gradients leave during backward.
+        pushed: the gradients of a step that was pushed, until its caller knows of its end.
+        merged: measures pushes, and chooses the groups of ``grouping``, if that was asked for.
     """
 
     local_steps = 0  # each step is pushed
 
     def __init__(
         self,
+        method: Method,
         model: TrainedModel,
         groups: ParamGroups,
-        run: Run,
-        selector: Selector,
-        grouping: Grouping,
-        merged: MergedGradients | None,
+        states: MutableMapping[torch.Tensor, State],
+        agreed: Mapping[str, str],
+        settings: ClientSettings,
+        life: Lifecycle,
         schedule: Schedule | None,
+        layer_density: LayerDensity | None,
         rates: Callable[[], Rates],
         gradients: GradientSource,
         *,
         synchronous: bool,
     ) -> None:
+        self.life, layout = life, model.layout
+        self.replica = Replica(layout, model.parameters)
+        run = Run(life.shards, life.name, self.replica, model.buffers, method.name, agreed, settings, life.make_way)
+        self.run, self._shards = run, run.shards
+        self.grouping = Grouping(layout, settings.bucket_bytes)
+        self.merged: MergedGradients | None = None
+        if (merges := settings.merge == "mgs") or layer_density is not None:
+            self.merged = MergedGradients(layout, self.grouping, layer_density, merges=merges)
+        choice = Choice(SELECTORS[settings.selector], layout.whole_below(settings.dense_below))
+        self.selector = Selector(method, model, states, groups, choice, self.grouping)
         self.report, self.totals = StepReport(0), Totals()
         self.number = self.acknowledged_step = self.refused = 0
-        self.merged = merged
         self.overlap: Overlap | None = None
-        self.replica: Replica = run.replica
+        self.pushed = PushedGradients()
         self._model, self._groups, self._schedule, self._rates = model, groups, schedule, rates
-        self._run, self._shards, self._selector, self._grouping = run, run.shards, selector, grouping
-        self._gather, self._synchronous = gradients, synchronous
-        self._buffers = BufferExchange(run)
+        self._gather, self._all, self._synchronous = gradients, range(len(model.parameters)), synchronous
+        self._devices = devices_of(model.parameters)
+        self._is_ahead = False
+        self._before_ahead: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, each with its own values
+        buffers = BufferExchange(run)
+        self._buffers = buffers if buffers.tensors.specs else None
         self._samples: SampleCounter | None = None
         self._samples_since_exchange = 0
         self._pushed_samples = [0] * len(self._shards)  # of the last push, as its header says
         self._owed_samples = [0] * len(self._shards)
         """Samples of pushes that a shard did not apply: their gradients are in the residuals, and go with the next."""
-        self._pushed = PushedGradients()
         self._warned_no_gradient = False
         self._drifted: set[str] = set()  # tensors that others have written to, of which the log has spoken
         self._first_digest: bytes | None = None  # of the model at the beginning, until it has been compared with it
@@ -132,7 +152,117 @@ class Engine:
         self._places: list[dict[int, int]] = []  # of these groups in each shard's plan
         self._outcome: PushOutcome | None = None
         self._committed_at = self._awaited_commit_at = 0.0
-        self._opened_span = self._awaited_span = NO_SPAN  # two: with overlap a push may open before the last reply
+
+    # The worker's thread
+
+    def do(self, work: Callable[[], Result]) -> Result:
+        """Do work that needs a worker that has joined and not left."""
+        self.require_open()
+        if self.life.flushes_on_sigterm:
+            sigterm.follow()
+        return self.always(work, self.run.seconds_left)
+
+    def require_open(self) -> None:
+        """Raise :class:`ConfigurationError` if the worker can take no step: it has left, say."""
+        self.life.require_open()
+        if self._is_ahead:
+            raise ConfigurationError("the parameters are others inside lookahead(): leave its body before this call")
+
+    def always(self, work: Callable[[], Result], seconds: float | None = None) -> Result:
+        """Do work, on the CUDA streams of the calling thread; after the end, in the calling thread itself.
+
+        On an interrupt, calls to servers are cancelled and local work finishes, so the next call can continue.
+        ``seconds`` is set only while closing.
+        """
+        streams = current_streams(self._devices)
+
+        def body() -> Result:
+            with torch.no_grad(), entered(streams):
+                if self._before_ahead and not self._is_ahead:
+                    self._look_back()  # what an interrupt has left
+                return work()
+
+        if not self.life.alive:
+            return body()
+        try:
+            return self.life.thread.call(body, self.run.cancel_unawaited, seconds)
+        except TimeoutError as error:
+            if isinstance(error, SparsepsError):
+                raise
+            address, hint = self.run.coordinator.address, "What it had not pushed is lost with this worker"
+            raise ServerUnreachableError(address, seconds or 0.0, "its time is over", hint) from None
+
+    @contextmanager
+    def looking_ahead(self) -> Iterator[None]:
+        """Refuse all work in the body, if the parameters lack what the residuals would send."""
+        self.require_open()
+        try:
+            self.always(self._look_ahead)
+            self._is_ahead = True
+            yield
+        finally:
+            self.end_lookahead()
+
+    def end_lookahead(self) -> None:
+        """Give the parameters the bits that they had before the body, if one has begun."""
+        self._is_ahead = False
+        self.always(self._look_back)
+
+    def _look_ahead(self) -> None:
+        for each in self.selector.take_off_unsent():
+            self._before_ahead.append(each)
+
+    def _look_back(self) -> None:
+        while self._before_ahead:
+            memory, values = self._before_ahead[-1]
+            memory.copy_(values)
+            self._before_ahead.pop()
+
+    def close(self) -> None:
+        """End the worker: finish what can be in the time left, and leave the run; harmless twice."""
+        if not self.life.alive:
+            return
+        self.run.set_deadline(_CLOSING_SECONDS)
+        thread = self.life.thread
+        thread.cancel()  # only what nobody waits for can be under way: the last call was interrupted
+        self.run.cancel_unawaited()
+        leaving = thread.submit(torch.no_grad()(self._leave))  # goes on if the wait is interrupted
+        self.life.ended = True
+        try:
+            leaving.result(_CLOSING_SECONDS + _LEAVING_SECONDS)
+            thread.close(_LEAVING_SECONDS)
+        except TimeoutError:
+            log.warning("worker %s could not leave in time; its lease ends by itself", self.life.name)
+        finally:
+            self.life.release()
+
+    def _leave(self) -> None:
+        try:
+            suppress_errors(self.finish_overlap)
+            if self._samples_since_exchange and not self.unacked_parts():
+                suppress_errors(self._exchange_last_buffers)
+        finally:
+            self._end_calls()
+
+    def abandon(self) -> None:
+        """Leave the run after the optimizer was collected; the model, which may be in use, is not changed."""
+        self.run.set_deadline(_CLOSING_SECONDS)
+        try:
+            if self.overlap is not None:
+                with suppress(TimeoutError):
+                    self.overlap.break_off(self.run.seconds_left)
+                self.overlap.close()  # before the worker leaves: a pull under way would join again
+        finally:
+            self._end_calls()
+
+    def _end_calls(self) -> None:
+        if self._samples is not None:
+            self._samples.close()
+        self.run.close()
+        if self.overlap is not None:
+            self.overlap.close()
+
+    # A step
 
     @property
     def begun(self) -> bool:
@@ -142,7 +272,12 @@ class Engine:
     @property
     def unfinished(self) -> bool:
         """True if the current gradients were already pushed by a step that then failed."""
-        return not self.begun and self._pushed.matches(self._gather_all())
+        return not self.begun and self.pushed.matches(self._gather(self._all))
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether samples are counted at the calls of a model."""
+        return self._samples is not None
 
     @property
     def samples_waiting(self) -> int:
@@ -153,29 +288,29 @@ class Engine:
         """Replace the model by the server's, after joining, and begin to count samples."""
         self._samples = samples
         self.report = self._fetch_and_apply(adopt_buffers=True)
-        uploaded = b"" if self.report.pull_entries else self._run.digest
+        uploaded = b"" if self.report.pull_entries else self.run.digest
         self._first_digest = uploaded or self.replica.digest()
         if overlap:
             self.overlap = Overlap(self._model, self._groups, self, self._gather, self._begin)
 
-    def step(self, samples: int | None, scale: GradientScale) -> None:
+    def step(self, samples: int | None, scale: GradientScale | None) -> None:
         """Push the gradients that are there and bring the parameters up to the server's."""
-        if self._run.run_finished:
+        if self.run.run_finished:
             if self.overlap is not None and not self._end_reported:
                 # The loop may have read `finished` before the reply in the background changed it.
                 self._end_reported = True
                 self.finish_overlap()
                 self.overlap.forget()
                 return
-            run_id = self._run.identity.run_id
+            run_id = self.run.identity.run_id
             raise RunFinishedError(f"run {run_id!r} is over; leave the loop when optimizer.finished is true")
         self.settle_load()
         if self.overlap is not None and samples is not None:
             raise ConfigurationError("with overlap=True samples are counted at the calls of model=; leave samples out")
-        found = self._gather_all()
+        found = self._gather(self._all)
         if not found:
             require_trainable(self._model, self._groups)
-        if not self.begun and self._pushed.matches(found):
+        if not self.begun and self.pushed.matches(found):
             self.finish_push()
             self._receive(self.report)
         elif self.overlap is None:
@@ -183,20 +318,16 @@ class Engine:
         else:
             self._overlapped_step(self.overlap, found)
 
-    def completed(self) -> None:
-        """Note that the caller knows of a step's end: the same gradients again are another step's."""
-        self._pushed.clear()
-
     def flush(self, samples: int = 0) -> None:
         """Push all residuals whole; ``samples``: the first of those waiting, whose steps are in the residuals."""
         self.finish_push()
-        if self._run.run_finished:
+        if self.run.run_finished:
             return
         if self._samples is not None:
             self._samples.leave_out(samples)
         self._groups.read()
         report = self.report = self._open(samples, self._rates())
-        self._push(report, lambda number: self._send_residuals(report, number))
+        self._push(report, lambda number: self._send_residuals(report, number), asks=False)
         self._add(report)
 
     def flush_on_exit(self) -> None:
@@ -215,8 +346,8 @@ class Engine:
         self.finish_push()
         if self._samples_since_exchange:
             self._exchange_last_buffers()
-        self._run.wait_for_all(seconds, self.number)
-        self.totals.buffer_bytes += self._buffers.exchange(self.number, 0)
+        self.run.wait_for_all(seconds, self.number)
+        self.totals.buffer_bytes += self._exchange_buffers(0)
 
     def settle_load(self, *, drops: bool = False) -> bool:
         """Offer a model that was loaded into the worker to the servers; return whether the model is another one now.
@@ -228,10 +359,10 @@ class Engine:
         self._model.check()
         replica = self.replica
         name = replica.loaded()
-        if self._buffers.travel:
+        if self._buffers is not None and self._buffers.travel:
             self._buffers.tensors.now()  # raises if a buffer is of another kind
-        if name is None:
-            self._warn_of_drift(replica.drifted())
+        if name is None and (drifted := replica.drifted()) is not None:
+            self._warn_of_drift(drifted)
         if name is None and self._first_digest is None:
             return False
         digest = replica.digest()
@@ -249,8 +380,8 @@ class Engine:
         self._first_digest = None
         return changed
 
-    def _warn_of_drift(self, tensor: str | None) -> None:
-        if tensor is None or tensor in self._drifted:
+    def _warn_of_drift(self, tensor: str) -> None:
+        if tensor in self._drifted:
             return
         self._drifted.add(tensor)
         log.warning(
@@ -265,7 +396,7 @@ class Engine:
 
     def _offer_model(self, tensor: str, digest: bytes, *, drops: bool) -> None:
         """Offer the parameters, of which ``tensor`` was written to, to the servers; a pull brings what is missing."""
-        run = self._run
+        run = self.run
         before, on_load = run.coordinator.generation, run.settings.on_load
         accepted = run.join(pb.LoadedModel(digest=digest, replaces=on_load == "replace"))
         if not accepted and on_load == "error" and not drops:
@@ -294,14 +425,14 @@ class Engine:
         """
         if self.overlap is None or self.overlap.in_child:
             return
-        seconds = self._run.seconds_left
+        seconds = self.run.seconds_left
         try:
             self.overlap.break_off(seconds)
             replies = self.overlap.collect(seconds)
         except TimeoutError as error:
             if isinstance(error, SparsepsError):
                 raise
-            address = self._run.coordinator.address
+            address = self.run.coordinator.address
             raise ServerUnreachableError(address, seconds or 0.0, "a reply is awaited", STEP_AGAIN) from None
         try:
             if replies is None or self.replica.loaded() is not None:
@@ -312,78 +443,57 @@ class Engine:
         self.apply(report, replies)
         self._add(report)
 
-    def leave(self) -> None:
-        """Finish what can be in the time left, and leave the run."""
-        try:
-            suppress_errors(self.finish_overlap)
-            if self._samples_since_exchange and not self.unacked_parts():
-                suppress_errors(self._exchange_last_buffers)
-        finally:
-            self._close()
-
-    def abandon(self) -> None:
-        """Leave the run after the optimizer was collected; the model, which may be in use, is not changed."""
-        self._run.set_deadline(CLOSING_SECONDS)
-        try:
-            if self.overlap is not None:
-                with suppress(TimeoutError):
-                    self.overlap.break_off(self._run.seconds_left)
-                self.overlap.close()  # before the worker leaves: a pull under way would join again
-        finally:
-            self._close()
-
-    def _close(self) -> None:
-        if self._samples is not None:
-            self._samples.close()
-        self._run.close()
-        if self.overlap is not None:
-            self.overlap.close()
-
     def _await_unacked(self) -> None:
         if self.unacked_parts():
             self.await_ack(self.report)
 
-    def _gather_all(self) -> dict[int, torch.Tensor]:
-        return self._gather(range(len(self._model.parameters)))
-
     def _fetch_and_apply(self, *, adopt_buffers: bool = False) -> StepReport:
         """Make the parameters the server's, and with ``adopt_buffers`` the buffers, too."""
         report = StepReport(self.number)
-        self._count(report, self._pull())
+        for shard in self._shards:
+            if shard.replica_is_image:  # which lacks the differences that top-k replies left out
+                shard.forget_base()
+        self._write(report, self.fetch())
         if adopt_buffers:
-            report.buffer_bytes = self._buffers.exchange(report.step, 0, adopt=True)
+            report.buffer_bytes = self._exchange_buffers(0, adopt=True)
         self._add(report)
         return report
+
+    def _exchange_buffers(self, samples: int, *, adopt: bool = False) -> int:
+        return 0 if self._buffers is None else self._buffers.exchange(self.number, samples, adopt=adopt)
 
     def _add(self, report: StepReport) -> None:
         self.totals.add(report)
         self.totals.refused = self.refused
-        self.totals.upload_bytes = self._run.upload_bytes
+        self.totals.upload_bytes = self.run.upload_bytes
 
-    def _step(self, found: dict[int, torch.Tensor], samples: int | None, scale: GradientScale) -> None:
+    def _step(self, found: dict[int, torch.Tensor], samples: int | None, scale: GradientScale | None) -> None:
         if not found and not self._warned_no_gradient:
             self._warned_no_gradient = True
             log.warning(
                 "step() has found no gradient in any of its parameters: is model= the one that the loop trains?"
             )
-        gradients = finite(self._model, found, waits=not self._selects_before_opening(found.keys()))
+        # If launches select from all tensors, the first group's tells whether the gradients are finite.
+        tells = self.selector.on_one_device and not found.keys().isdisjoint(self.grouping.groups[0])
+        gradients = finite(self._model, found, waits=not tells)
         self._await_unacked()  # the answer has the number of live workers
-        factor = scale(list(gradients.values()), self._run.live_workers)
+        factor = 1.0 if scale is None else scale(list(gradients.values()), self.run.live_workers)
         if gradients.unsound is None:
             factor = float(factor)
         early, first = StepReport(0), None
         rates = self._ready()
         if gradients.unsound is not None:
-            first = self._select(early, gradients, factor)
-            self._pushed.note(found)  # what is not pushed of them is in the residuals
+            first = self._select_first(early, gradients, factor)
+            self.pushed.note(found)  # what is not pushed of them is in the residuals
         try:
             report = self.report = self._open(self._counted(samples), rates)
         except BaseException:
-            self._selector.restore([] if first is None else first.slices)
+            self.selector.restore([] if first is None else first.slices)
             raise
-        report.seconds, report.wanted_entries = early.seconds, early.wanted_entries
-        report.selected_entries = early.selected_entries
-        self._pushed.note(found)  # from the commit on these gradients are pushed, whatever becomes of the reply
+        if first is not None:
+            report.seconds, report.wanted_entries = early.seconds, early.wanted_entries
+            report.selected_entries = early.selected_entries
+        self.pushed.note(found)  # from the commit on these gradients are pushed, whatever becomes of the reply
 
         def send(number: int) -> None:
             self.send_gradients(report, number, gradients, factor, None if number else first)
@@ -391,23 +501,26 @@ class Engine:
         try:
             self._push(report, send, asks=True)
         except NonFiniteGradientError:
-            self._pushed.clear()
+            self.pushed.clear()
             raise
         self._receive(report)
 
-    def _select(self, report: StepReport, gradients: Gradients, factor: Scale) -> Sent:
+    def _select_first(self, report: StepReport, gradients: Gradients, factor: Scale) -> Sent:
         """Select from the first group; if gradients are not finite, the device has changed nothing."""
-        try:
-            return self._select_from(report, gradients, factor)
-        except UnsoundError:
-            refuse_unsound(self._model, gradients)
-            return self._select_from(report, gradients, factor)
+        with report.timed("select"):
+            try:
+                return self.selector.compress(self.grouping.groups[0], gradients, factor, report)
+            except UnsoundError:
+                refuse_unsound(self._model, gradients)
+                return self.selector.compress(self.grouping.groups[0], gradients, factor, report)
 
     def _overlapped_step(self, overlap: Overlap, found: dict[int, torch.Tensor]) -> None:
         report = self.report = overlap.finish()
-        self._pushed.note(found)
+        self.pushed.note(found)
         if self._synchronous:  # nothing is staler: the mean of this step is applied in this step
-            self._await_ack(report, asks=True)
+            self.ask()
+            with report.timed("wait"):
+                self.await_ack(report)
             self._receive(report)
             return
         with report.timed("wait"):
@@ -437,27 +550,21 @@ class Engine:
 
     def _counted(self, samples: int | None) -> int:
         counted = self._samples.take(warn=samples is None) if self._samples is not None else 1
-        if samples is None:
-            self._run.progress.check(counted)
-        return counted if samples is None else samples
+        if samples is not None:
+            return samples
+        if self.run.progress is not None:
+            self.run.progress.check(counted)
+        return counted
 
-    def _open(self, samples: int, rates: Rates) -> StepReport:
-        self._samples_since_exchange += samples
-        self.totals.samples += samples
-        return self._open_push(samples, rates)
-
-    def _push(self, report: StepReport, send: Callable[[int], None], *, asks: bool = False) -> None:
+    def _push(self, report: StepReport, send: Callable[[int], None], *, asks: bool) -> None:
         """Send every group of the open push, commit, ask for the reply if one is to be fetched, await the ack."""
         try:
-            for number in range(len(self.groups)):
+            for number in range(len(self.grouping.groups)):
                 send(number)
             self.commit(report)
         except BaseException:
             self.abandon_push()
             raise
-        self._await_ack(report, asks=asks)
-
-    def _await_ack(self, report: StepReport, *, asks: bool) -> None:
         if asks:
             self.ask()
         with report.timed("wait"):
@@ -474,72 +581,58 @@ class Engine:
     def _end(self, report: StepReport) -> None:
         if self.merged is not None:
             self.merged.advance()
-        if report.step % self._run.run_settings.buffer_period_steps == 0:
+        if self._buffers is not None and report.step % self.run.run_settings.buffer_period_steps == 0:
             with report.timed("buffers"):
-                report.buffer_bytes = self._buffers.exchange(report.step, self._samples_since_exchange)
+                report.buffer_bytes = self._exchange_buffers(self._samples_since_exchange)
             self._samples_since_exchange = 0
         self._add(report)
         if report.step % _SAMPLED_STEPS == 1:
             self.replica.sample()
         if not self._synchronous:
-            self._groups.warn_of_momentum(self._run.live_workers)
+            self._groups.warn_of_momentum(self.run.live_workers)
 
     def _exchange_last_buffers(self) -> None:
-        self.totals.buffer_bytes += self._buffers.exchange(self.number, self._samples_since_exchange)
+        self.totals.buffer_bytes += self._exchange_buffers(self._samples_since_exchange)
         self._samples_since_exchange = 0
 
     # A push
 
     @property
-    def groups(self) -> Groups:
-        """The positions of each group's tensors, in the order of sending."""
-        return self._grouping.groups
-
-    @property
     def _next_step(self) -> int:
         """The number of the push that opens next; a worker that comes back goes on from the last one of its name."""
-        return max(self.number + 1, self._run.first_step)
+        return max(self.number + 1, self.run.first_step)
 
-    def _open_push(self, samples: int, rates: Rates) -> StepReport:
+    def _open(self, samples: int, rates: Rates) -> StepReport:
         """Begin the push of a new step at every shard; the last push must be answered.
 
         A push without ``samples``, a flush, is told from others by that; it leaves what earlier pushes owe to the next.
         """
+        self._samples_since_exchange += samples
+        self.totals.samples += samples
         self.number = self._next_step
         if self.merged is not None:
             self.merged.opened()
-        offsets, run = self._model.layout.offsets, self._run
-        self._spans = [Span(offsets[group.start], offsets[group.stop]) for group in self.groups]
-        self._opened_span = tracing.begin_step(step=self.number, worker=run.identity.worker_id)
-        finished = run.progress.open_push(samples)
+        offsets, run = self._model.layout.offsets, self.run
+        self._spans = [Span(offsets[group.start], offsets[group.stop]) for group in self.grouping.groups]
+        finished = run.progress.open_push(samples) if run.progress is not None else []
         self._places = []
-        with self._opened_span.active():
-            for shard in self._shards:
-                parts = {number: span.intersect(shard.span) for number, span in enumerate(self._spans)}
-                parts = {number: part for number, part in parts.items() if part.length}
-                header = pb.PushHeader(
-                    identity=run.identity,
-                    step=self.number,
-                    samples=samples + self._owed_samples[shard.index] if samples else 0,
-                    learning_rate=rates.carried,
-                    group_rates=rates.of_groups,
-                    finished=finished if shard is run.coordinator else [],
-                )
-                shard.open_push(header, list(parts.values()), run.settings.deadline_seconds)
-                self._pushed_samples[shard.index] = header.samples
-                if samples:
-                    self._owed_samples[shard.index] = 0
-                self._places.append({number: place for place, number in enumerate(parts)})
+        for shard in self._shards:
+            parts = {number: span.intersect(shard.span) for number, span in enumerate(self._spans)}
+            parts = {number: part for number, part in parts.items() if part.length}
+            header = pb.PushHeader(
+                identity=run.identity,
+                step=self.number,
+                samples=samples + self._owed_samples[shard.index] if samples else 0,
+                learning_rate=rates.carried,
+                group_rates=rates.of_groups,
+                finished=finished if shard is run.coordinator else [],
+            )
+            shard.open_push(header, list(parts.values()), run.settings.deadline_seconds)
+            self._pushed_samples[shard.index] = header.samples
+            if samples:
+                self._owed_samples[shard.index] = 0
+            self._places.append({number: place for place, number in enumerate(parts)})
         return StepReport(self.number)
-
-    def _selects_before_opening(self, positions: KeysView[int]) -> bool:
-        """Return whether the first group's selection tells if gradients at these positions are sound."""
-        return self._selector.on_one_device and not positions.isdisjoint(self.groups[0])
-
-    def _select_from(self, report: StepReport, gradients: Gradients, scale: Scale, number: int = 0) -> Sent:
-        """Accumulate the gradients of a group (by position) times ``scale``, and select."""
-        with report.timed("select"):
-            return self._selector.compress(self.groups[number], gradients, scale, report)
 
     def send_gradients(
         self, report: StepReport, number: int, gradients: Gradients, scale: Scale, sent: Sent | None = None
@@ -548,18 +641,18 @@ class Engine:
 
         ``sent``: what was selected of this group before the push was opened.
         """
-        with self._opened_span.active():
-            sent = sent or self._select_from(report, gradients, scale, number)
-            self._send(report, number, sent.slices)
+        if sent is None:
+            with report.timed("select"):
+                sent = self.selector.compress(self.grouping.groups[number], gradients, scale, report)
+        self._send(report, number, sent.slices)
         if self.merged is not None:
             self.merged.sent(number, sent.entries)
 
     def _send_residuals(self, report: StepReport, number: int) -> None:
         """Send the residuals of a group whole, in fp32: a flush must leave nothing behind."""
-        with self._opened_span.active():
-            with report.timed("select"):
-                sent = self._selector.take_residuals(self.groups[number])
-            self._send(report, number, sent, exact=True)
+        with report.timed("select"):
+            sent = self.selector.take_residuals(self.grouping.groups[number])
+        self._send(report, number, sent, exact=True)
 
     def _send(self, report: StepReport, number: int, sent: Iterable[SparseSlice], *, exact: bool = False) -> None:
         """Encode a group's entries, and pass the chunks to the transport; quantisation errors are restored.
@@ -573,31 +666,21 @@ class Engine:
             for segment in segments
             if (part := segment.clip(shard.span)) is not None
         ]
-        chunk_bytes = self._run.run_settings.chunk_bytes
+        chunk_bytes = self.run.run_settings.chunk_bytes
         for index, (shard, place, part) in enumerate(waiting):
             try:
                 with report.timed("encode"):
-                    form = replace(shard.push_form, value=pb.VALUE_CODEC_FP32) if exact else shard.push_form
-                    part = part if exact else shard.in_fewest_bytes(part)
-                    is_exact = form.value == pb.VALUE_CODEC_FP32
-                    chunks: list[tuple[pb.Chunk, memoryview] | tuple[pb.Chunk]]
-                    if is_exact and part.offsets is None and part.values.dtype == torch.float32:
-                        chunks, arriving, lost = list(dense_chunks(part, chunk_bytes, place)), part, None
-                    else:
-                        encoded = list(frames.encode(part, form, chunk_bytes=chunk_bytes, group=place))
-                        arriving, lost = (part, None) if is_exact else _as_decoded(part, encoded)
-                        chunks = [(chunk,) for chunk, _ in encoded]
+                    written = shard.encode(part, place, chunk_bytes, exact=exact)
             except BaseException:
                 for shard, _, part in waiting[index:]:
                     shard.hold(part)
                 raise
-            shard.hold(arriving)
-            if lost is not None:
-                self._selector.restore([lost])
-            report.push_entries += part.entries
+            shard.hold(written.arriving)
+            if written.lost is not None:
+                self.selector.restore([written.lost])
+            report.push_entries += written.arriving.entries
             with report.timed("send"):
-                for chunk in chunks:
-                    shard.send_chunk(*chunk)
+                shard.send(written)
 
     def commit(self, report: StepReport) -> None:
         """End the push at every shard; from now on only an answer says whether it was applied."""
@@ -610,18 +693,28 @@ class Engine:
         for shard in self._shards:
             self._owe(shard)
         self.restore(part for shard in self._shards for part in shard.abandon_push())
-        self._opened_span.end("abandoned")
 
     def await_ack(self, report: StepReport) -> None:
         """Wait until each part of the push is acknowledged or refused, and restore what was refused.
 
         After :class:`PatienceError` some part has no answer: call again. After another error all is restored.
         """
-        self._awaited_commit_at, self._awaited_span = self._committed_at, self._opened_span
-        outcome = self._await_answers()
-        self.restore(outcome.refused)
-        report.refused = len(outcome.refused)
-        self.refused += report.refused
+        self._awaited_commit_at = self._committed_at
+        outcome = self._outcome = self._outcome or PushOutcome()  # kept if this is interrupted
+        for joins in self.run.joining_again("pushes"):
+            for shard in self._shards if joins else ():
+                if shard.unacked is not None and shard.unacked.generation != shard.generation:
+                    self._refuse(shard, outcome)
+            waiting = [shard for shard in self._shards if shard.unacked is not None]
+            answers = self.run.each(waiting, lambda shard: shard.await_ack(self.run.policy()))
+            rejoin = [self._take_answer(*each, outcome) for each in zip(waiting, answers, strict=True)]
+            if not any(rejoin):
+                break
+        self._outcome = None
+        if outcome.refused:
+            self.restore(outcome.refused)
+            report.refused = len(outcome.refused)
+            self.refused += report.refused
         if outcome.answers:
             self.acknowledged_step = self.number
             report.version = report.version or outcome.answers[0].version  # a flush has no reply that tells it
@@ -632,27 +725,12 @@ class Engine:
         if outcome.error is not None:
             raise from_refusal(outcome.error) from None
 
-    def _await_answers(self) -> PushOutcome:
-        outcome = self._outcome = self._outcome or PushOutcome()  # kept if this is interrupted
-        for joins in self._run.joining_again("pushes"):
-            for shard in self._shards if joins else ():
-                if shard.unacked is not None and shard.unacked.generation != shard.generation:
-                    shard.unacked.trace.end(ErrorCode.STALE_GENERATION.name)
-                    self._refuse(shard, outcome)
-            waiting = [shard for shard in self._shards if shard.unacked is not None]
-            answers = self._run.each(waiting, lambda shard: shard.await_ack(self._run.policy()))
-            rejoin = [self._take_answer(*each, outcome) for each in zip(waiting, answers, strict=True)]
-            if not any(rejoin):
-                break
-        self._outcome = None
-        return outcome
-
     def _take_answer(self, shard: ShardStream, answer: pb.PushSparseResponse | Rejected, outcome: PushOutcome) -> bool:
         """Add a shard's answer to the outcome of a push; return whether the worker must join again."""
-        run = self._run
+        run = self.run
         if isinstance(answer, pb.PushSparseResponse):
             outcome.answers.append(answer)
-            if shard is run.coordinator:
+            if shard is run.coordinator and run.progress is not None:
                 run.progress.acknowledged()
             run.live_workers = max(1, answer.live_workers)
             run.run_finished |= answer.run_state == pb.RUN_STATE_FINISHED
@@ -688,62 +766,44 @@ class Engine:
 
     def restore(self, parts: Iterable[PushPart]) -> None:
         """Add parts that were not applied to the residuals again."""
-        self._selector.restore(segment for part in parts for segment in part.segments)
+        self.selector.restore(segment for part in parts for segment in part.segments)
 
     # A pull
 
     def ask(self) -> None:
         """Ask for the reply to the committed push ahead of its answer; :meth:`fetch` reads the reply."""
-        with self._opened_span.active():
-            for shard in self._shards:
-                with suppress(ValueError):  # a channel that is closed: the fetch reports it
-                    shard.ask(self._run.identity, self.number, self._run.settings.deadline_seconds)
+        for shard in self._shards:
+            with suppress(ValueError):  # a channel that is closed: the fetch reports it
+                shard.ask(self.run.identity, self.number, self.run.settings.deadline_seconds)
 
     def fetch(self) -> Replies:
         """Fetch the changes that the replica lacks from every shard; change nothing yet."""
         done: Replies = {}
-        with self._awaited_span.active():
-            for _ in self._run.joining_again("pulls"):
-                waiting = [
-                    shard
-                    for shard in self._shards
-                    if shard.index not in done or done[shard.index].generation != shard.generation
-                ]
-                answers = self._run.each(waiting, lambda shard: shard.pull(self._run.identity, self._run.policy()))
-                for shard, answer in zip(waiting, answers, strict=True):
-                    if isinstance(answer, PulledReply):
-                        done[shard.index] = answer
-                    elif answer.reason not in REJOIN_REASONS:
-                        raise from_refusal(answer)
-                    elif answer.reason is ErrorCode.VERSION_IN_FUTURE:
-                        shard.forget_base()
-                if not any(isinstance(answer, Rejected) for answer in answers):
-                    break
+        for _ in self.run.joining_again("pulls"):
+            waiting = [
+                shard
+                for shard in self._shards
+                if shard.index not in done or done[shard.index].generation != shard.generation
+            ]
+            answers = self.run.each(waiting, lambda shard: shard.pull(self.run.identity, self.run.policy()))
+            for shard, answer in zip(waiting, answers, strict=True):
+                if isinstance(answer, PulledReply):
+                    done[shard.index] = answer
+                elif answer.reason not in REJOIN_REASONS:
+                    raise from_refusal(answer)
+                elif answer.reason is ErrorCode.VERSION_IN_FUTURE:
+                    shard.forget_base()
+            if not any(isinstance(answer, Rejected) for answer in answers):
+                break
         return done
-
-    def _pull(self) -> Replies:
-        """Make the replica the server's model, bit for bit.
-
-        After top-k replies the replica lacks the differences that were not sent: then everything is asked for. If a
-        shard does not answer, the replica stays as it was.
-        """
-        for shard in self._shards:
-            if shard.replica_is_image:
-                shard.forget_base()
-        replies = self.fetch()
-        self._write(replies)
-        return replies
 
     def apply(self, report: StepReport, replies: Replies) -> None:
         """Write the replies into the parameters and count them."""
-        with self._awaited_span.active(), report.timed("apply"):
-            self._write(replies)
-        self._count(report, replies)
-        self._awaited_span.note(version=report.version, staleness=report.staleness)
-        self._awaited_span.end()
+        with report.timed("apply"):
+            self._write(report, replies)
 
-    def _write(self, replies: Replies) -> None:
-        """Write replies into the replica, but those of a generation that the shard has left since."""
+    def _write(self, report: StepReport, replies: Replies) -> None:
+        """Write replies into the replica, but those of a generation that the shard has left since; count all."""
         for index, reply in replies.items():
             shard = self._shards[index]
             if reply.generation != shard.generation:
@@ -757,11 +817,8 @@ class Engine:
                 self.replica.write(reply.segments)
                 if reply.header.image:
                     self.replica.open_fp32(shard.span)
-            self._run.run_finished |= reply.header.run_state == pb.RUN_STATE_FINISHED
+            self.run.run_finished |= reply.header.run_state == pb.RUN_STATE_FINISHED
             shard.note_applied(reply)
-
-    def _count(self, report: StepReport, replies: Replies) -> None:
-        """Count replies that have been applied."""
         first = replies[0].header
         report.version = first.version
         report.reply_mode = "topk" if first.mode == pb.REPLY_MODE_TOPK else "exact"
@@ -797,17 +854,3 @@ def _ascending(segment: SparseSlice) -> SparseSlice:
     assert segment.offsets is not None
     order = segment.offsets.argsort()
     return SparseSlice(segment.span, segment.offsets[order], segment.values[order])
-
-
-def _as_decoded(part: SparseSlice, encoded: Sequence[frames.Encoded]) -> tuple[SparseSlice, SparseSlice | None]:
-    """Return the part as the server will decode it, and the quantisation error if there is one."""
-    decoded = [piece.decoded for piece in encoded]
-    values = (decoded[0] if len(decoded) == 1 else torch.cat(decoded)).to(part.values.device)
-    arriving, error = SparseSlice(part.span, part.offsets, values), part.values - values
-    lossy = int(torch.count_nonzero(error))
-    if (
-        part.offsets is None or 2 * lossy > error.numel()
-    ):  # to find most of the entries costs more than zeros among them
-        return arriving, SparseSlice(part.span, part.offsets, error) if lossy else None
-    where = error.nonzero().view(-1)
-    return arriving, SparseSlice(part.span, part.offsets[where], error[where]) if lossy else None

@@ -29,9 +29,8 @@ from torch.utils.hooks import RemovableHandle
 from psclient.compress.gradients import finite
 from psclient.compress.groups import ParamGroups
 from psclient.engine.mgs import GradientClock
-from psclient.engine.streams import current_streams, devices_of, entered
 from psclient.errors import ConfigurationError, PatienceError
-from psclient.executor import Job, Result, SerialExecutor, is_cancelled
+from psclient.executor import Job, Result, SerialExecutor, current_streams, devices_of, entered, is_cancelled
 from psclient.model.module import TrainedModel
 from psclient.report import StepReport
 
@@ -105,7 +104,7 @@ class Overlap:
                 "a gradient was changed between backward() and step() (clipping, GradScaler); with overlap=True it was "
                 "handed over during backward, as it was then. Leave overlap out, or change it in a hook of the loss"
             )
-        for number in range(len(self._engine.groups)):
+        for number in range(len(self._engine.grouping.groups)):
             if number not in self._jobs:
                 self._submit(number)
         self._commit_job = self._commit_job or self._compressing.submit(lambda: self._launching(self._commit))
@@ -228,8 +227,8 @@ class Overlap:
             if position not in self._handles:
                 hook = _hook(self, position)
                 self._handles[position] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        self._group_of = {position: n for n, group in enumerate(self._engine.groups) for position in group}
-        self._missing = [sum(position in trained for position in group) for group in self._engine.groups]
+        self._group_of = {position: n for n, group in enumerate(self._engine.grouping.groups) for position in group}
+        self._missing = [sum(position in trained for position in group) for group in self._engine.grouping.groups]
 
     def _submit(self, number: int) -> None:
         """Have a group sent by the compressing thread, after what backward and this thread have on CUDA streams."""
@@ -237,7 +236,7 @@ class Overlap:
             used = set(self._used)
         streams = used | {torch.cuda.current_stream(device) for device in self._devices}
         events = [stream.record_event() for stream in streams]
-        gradients = self._gather(self._engine.groups[number])
+        gradients = self._gather(self._engine.grouping.groups[number])
         self._versions.extend((gradient, gradient._version) for gradient in gradients.values())
         self._jobs[number] = self._compressing.submit(
             lambda: self._launching(lambda: self._send(number, gradients), events)

@@ -87,7 +87,8 @@ def adopt() -> None:
 
 def follow() -> None:
     """Handle SIGTERM before a handler that the script has set since; a disposition that it has set stays."""
-    if callable(signal.getsignal(signal.SIGTERM)):
+    handler = signal.getsignal(signal.SIGTERM)
+    if callable(handler) and not isinstance(handler, Handler):
         adopt()
 
 

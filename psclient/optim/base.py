@@ -6,7 +6,7 @@ server answers. All calls to servers are made in a thread of the optimizer's own
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn, Self, SupportsIndex
@@ -16,11 +16,12 @@ from torch.optim.optimizer import Optimizer
 
 from psclient import settings as client_settings
 from psclient.budget import DEFAULT_BUDGET, Budget, budget_of
-from psclient.compress.gradients import Scale, gather
+from psclient.compress.gradients import gather
 from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.method import Method
 from psclient.engine.budget import BudgetSchedule
-from psclient.engine.engine import Engine, GradientSource
+from psclient.engine.engine import Engine, GradientScale, GradientSource
+from psclient.engine.lifecycle import Lifecycle
 from psclient.engine.mgs import LayerDensity
 from psclient.engine.sample_counter import FirstBatches, SampleCounter
 from psclient.engine.state import (
@@ -34,7 +35,7 @@ from psclient.engine.state import (
     state_as_refused,
     warn_of_missing_memories,
 )
-from psclient.engine.worker import Worker
+from psclient.engine.traced import TracedEngine
 from psclient.errors import ConfigurationError, CopyRefusedError, PatienceError
 from psclient.model.module import TrainedModel, describe
 from psclient.model.requirements import refuse_averaged
@@ -100,6 +101,12 @@ class ParameterServerOptimizer(Optimizer):
     """
 
     _method: Method
+    _gradient_scale: GradientScale | None = None
+    """Returns a factor for all gradients of a step, if the method clips.
+
+    A tensor of no dimension, on their device, costs no wait. Such gradients may not be finite: the step fails then,
+    whatever is returned. With ``overlap=True`` nobody asks: the first gradients are sent before the last are known.
+    """
 
     def __init__(
         self,
@@ -153,37 +160,38 @@ class ParameterServerOptimizer(Optimizer):
             forms = BudgetSchedule(following, self._model.layout, resolved.dense_below, sends_all=method.sends_all)
             resolved = resolved.model_copy(update={"dense_below": forms.dense_below})
         agreed_settings = self._agreed_settings()
-        self._worker = Worker(method, self._model, self._groups, self.state, agreed_settings, resolved, layer_density)
-        self._run = self._worker.run
+        self._life = Lifecycle(resolved, self._model, self._groups)
         gradients, rates = self._sources(self._model, self._groups)
-        self._engine = Engine(
+        self._engine = (TracedEngine if resolved.tracing else Engine)(
+            method,
             self._model,
             self._groups,
-            self._run,
-            self._worker.selector,
-            self._worker.grouping,
-            self._worker.merged,
-            forms.of(self._run.shards) if forms is not None else density if callable(density) else None,
+            self.state,
+            agreed_settings,
+            resolved,
+            self._life,
+            forms.of(self._life.shards) if forms is not None else density if callable(density) else None,
+            layer_density,
             rates,
             gradients,
             synchronous=rounds is not None or not method.asynchronous,
         )
+        self._run = run = self._engine.run
         self._steps: Engine | LocalSteps = self._engine
-        self._worker.watch(self, self._engine.abandon, flush_on_sigterm=resolved.flush_on_sigterm)
-        self._lifecycle = self._worker.lifecycle
+        self._life.watch(self, run.leases, self._engine.abandon)
         try:
-            self._worker.join()
+            self._life.begin(lambda: self._engine.do(run.join))
             self._joined = True
             self._open_states()
-            first_batches = FirstBatches(self._run.leases)
-            progress = self._run.progress
+            first_batches = FirstBatches(run.leases)
 
             def see(batch: torch.Tensor) -> None:
                 first_batches.see(batch)
-                progress.look()
+                if run.progress is not None:
+                    run.progress.look()
 
             counter = SampleCounter(model, see) if model is not None else None
-            self._worker.do(lambda: self._engine.start(counter, overlap=overlap))
+            self._engine.do(lambda: self._engine.start(counter, overlap=overlap))
         except BaseException:
             self.close()
             raise
@@ -210,15 +218,6 @@ class ParameterServerOptimizer(Optimizer):
     def _sources(self, model: TrainedModel, groups: ParamGroups) -> tuple[GradientSource, Callable[[], Rates]]:
         """Return the functions that collect a push's gradients and its rates; neither may refer to the optimizer."""
         return partial(gather, model, groups), groups.rates
-
-    def _gradient_scale(self, gradients: Sequence[torch.Tensor], live_workers: int) -> Scale:
-        """Return a factor for all gradients of this step; 1 unless the method clips.
-
-        A tensor of no dimension, on their device, costs no wait. Such gradients may not be finite: the step fails then,
-        whatever is returned.
-        With ``overlap=True`` nobody asks: the first gradients are sent before the last are known.
-        """
-        return 1.0
 
     # What a training loop uses
 
@@ -279,7 +278,7 @@ class ParameterServerOptimizer(Optimizer):
     @property
     def server(self) -> str:
         """The shards as they were named: their addresses, separated by commas, or one name for all."""
-        return self._worker.server
+        return self._life.server
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, samples: int | None = None) -> Any:
@@ -299,19 +298,18 @@ class ParameterServerOptimizer(Optimizer):
             ServerUnreachableError: no server within the patience; call again to go on, nothing is lost.
             RunFinishedError: the run was over before this step.
         """
-        self._worker.require_open()
+        self._engine.require_open()
         if not self._gradients_are_its_own:  # not only when it was made: a script may wrap or share its model late
             refuse_averaged(self._model.parameters)
             self._model.refuse_shared()
             self._gradients_are_its_own = True
         check_step(closure, samples)
-        if self._makes_state_only():
-            return None
         if closure is not None and not self._unfinished:
             with torch.enable_grad():
                 self._loss = closure()
-        self._worker.do(lambda: self._steps.step(samples, self._gradient_scale))
-        self._steps.completed()  # not in the thread: a step whose end its caller has not seen must be completed again
+        self._engine.do(lambda: self._steps.step(samples, self._gradient_scale))
+        # Not in the thread: a step whose end its caller has not seen must be completed again.
+        self._steps.pushed.clear()
         loss, self._loss = self._loss, None
         return loss
 
@@ -334,7 +332,7 @@ class ParameterServerOptimizer(Optimizer):
         unfit = self._method.sends_all or "update" in self._agreed_settings() or self._rounds is not None
         if unfit or self._engine.overlap is not None:
             raise ConfigurationError("lookahead() is for DGS, DGC and GradientDropping, without overlap= and rounds=")
-        return self._worker.looking_ahead()
+        return self._engine.looking_ahead()
 
     def flush(self) -> None:
         """Push all residuals whole, at density 1; :meth:`pull` brings them back into the parameters.
@@ -342,12 +340,12 @@ class ParameterServerOptimizer(Optimizer):
         Raises:
             ServerUnreachableError: no server within the patience.
         """
-        self._worker.do(self._steps.flush)
+        self._engine.do(self._steps.flush)
 
     def _flush_on_exit(self) -> None:
         """End a lookahead; push the rest before this worker leaves or waits: by :meth:`flush`, or the local steps."""
-        self._worker.end_lookahead()
-        self._worker.do(self._steps.flush_on_exit)
+        self._engine.end_lookahead()
+        self._engine.do(self._steps.flush_on_exit)
 
     def pull(self) -> None:
         """Make the parameters the server's without pushing, before an evaluation, say.
@@ -358,7 +356,7 @@ class ParameterServerOptimizer(Optimizer):
         Raises:
             ServerUnreachableError: no server within the patience.
         """
-        self._worker.do(self._steps.pull)
+        self._engine.do(self._steps.pull)
 
     def wait_for_all(self, seconds: float = 3600.0) -> None:
         """Wait until every live worker has called this, or has left; then :meth:`pull` gives all of them one model.
@@ -373,7 +371,7 @@ class ParameterServerOptimizer(Optimizer):
             ServerUnreachableError: no server within the patience.
         """
         check_seconds(seconds)
-        self._worker.do(lambda: self._steps.wait_for_all(seconds))
+        self._engine.do(lambda: self._steps.wait_for_all(seconds))
 
     def _hurry(self, seconds: float) -> None:
         """Wait no longer than this for a server from now on, and for no other worker."""
@@ -386,8 +384,8 @@ class ParameterServerOptimizer(Optimizer):
         Called at exit by itself; and the worker of an optimizer that is collected before leaves too. After a SIGTERM
         that the script's own handler has taken, what is held is pushed first.
         """
-        self._lifecycle.push_expected()
-        self._worker.close(self._engine.leave)
+        self._life.push_expected()
+        self._engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -413,7 +411,7 @@ class ParameterServerOptimizer(Optimizer):
             self._own_density.add(number)
         if self._joined:
             self._groups.assign(self.param_groups)
-            self._worker.claim.trained |= {id(parameter) for parameter in self.param_groups[-1]["params"]}
+            self._life.claim.trained |= {id(parameter) for parameter in self.param_groups[-1]["params"]}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, as for any torch optimizer.
@@ -422,8 +420,8 @@ class ParameterServerOptimizer(Optimizer):
         in the residuals.
         """
         overlap = self._engine.overlap
-        if overlap is not None and overlap.begun and not self._lifecycle.in_child:
-            self._worker.always(overlap.forget)
+        if overlap is not None and overlap.begun and not self._life.in_child:
+            self._engine.always(overlap.forget)
         super().zero_grad(set_to_none)
 
     # State
@@ -434,24 +432,17 @@ class ParameterServerOptimizer(Optimizer):
         A push that is still in doubt is part of the residuals returned: if it turns out to have been applied, they are
         recognised as out of date when they are loaded.
         """
-        return self._worker.always(self._state_dict)
+        return self._engine.always(self._state_dict)
 
     def _state_dict(self) -> dict[str, Any]:
         try:
             self._engine.finish_overlap()
         except PatienceError as error:
             log.warning("saving the state with a push in doubt: %s", error)
-        self._worker.selector.fill_memories()
+        self._engine.selector.fill_memories()
         state = state_as_refused(self.state, self._engine, super().state_dict)
         mark_state(state, PushMark.now(self._method.name, self._run, self._engine))
         return state
-
-    def _makes_state_only(self) -> bool:
-        """Make a state, and return True, if that is all that a step is for.
-
-        ``torch.distributed.checkpoint`` steps an optimizer without a state at a rate of 0 with gradients of zero.
-        """
-        return False
 
     def _open_states(self) -> None:
         """Have a state of each parameter: ``torch.distributed.checkpoint`` steps an optimizer that has none."""
@@ -469,18 +460,18 @@ class ParameterServerOptimizer(Optimizer):
         Raises:
             ConfigurationError: another method, or another optimizer, has saved it; the message says how to go on.
         """
-        if self._lifecycle.in_child:
-            self._worker.require_open()
+        if self._life.in_child:
+            self._engine.require_open()
         mark, plain = split(state_dict, self._method.name)
         if mark is None:
             plain = self._from_torch(plain)
         check_memories(plain, self.param_groups, self._model)
-        self._worker.always(
+        self._engine.always(
             self._engine.finish_push
         )  # a push that is applied later would count beside the loaded residuals
         super().load_state_dict(plain)
         self._groups.assign(self.param_groups)
-        self._worker.selector.memories.states = self.state  # torch has put a new dict in the place of the old one
+        self._engine.selector.memories.states = self.state  # torch has put a new dict in the place of the old one
         restore_memories(self, plain)
         self._open_states()
         if mark is None:

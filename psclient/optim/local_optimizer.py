@@ -64,7 +64,6 @@ class LocalOptimizer(ParameterServerOptimizer):
             inner_optimizer,
             sync_every,
             self._deltas,
-            self._worker,
             self._engine,
             self._model,
             self._groups,
@@ -105,14 +104,24 @@ class LocalOptimizer(ParameterServerOptimizer):
     def _open_states(self) -> None:
         """Leave the state empty: then ``torch.distributed.checkpoint`` asks for the inner one too, by a step."""
 
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, samples: int | None = None) -> Any:
+        """Take a local step, and push when it is due; see :meth:`ParameterServerOptimizer.step`."""
+        self._engine.require_open()
+        return None if self._makes_state_only() else super().step(closure, samples=samples)
+
     def _makes_state_only(self) -> bool:
+        """Make a state, and return True, if that is all that a step is for.
+
+        ``torch.distributed.checkpoint`` steps an optimizer without a state at a rate of 0 with gradients of zero.
+        """
         rates = [group.get("lr", 0.0) for group in self.param_groups]
         gradients = [parameter.grad for group in self.param_groups for parameter in group["params"]]
         if self.state or any(map(float, rates)) or any(gradient is None or gradient.any() for gradient in gradients):
             return False
         if not self.inner_optimizer.state:
             self.inner_optimizer.step()
-            self._worker.always(self._worker.run.replica.accept)
+            self._engine.always(self._engine.replica.accept)
         return True
 
 

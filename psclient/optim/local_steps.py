@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 from psclient.compress.gradients import PushedGradients, finite, gather, require_trainable
 from psclient.compress.groups import ParamGroups, check_inner
 from psclient.engine.engine import Engine, GradientScale
-from psclient.engine.worker import Worker
 from psclient.errors import ConfigurationError, NonFiniteGradientError, PatienceError, SparsepsError
 from psclient.model.module import TrainedModel
 
@@ -32,7 +31,6 @@ class LocalSteps:
         inner: Optimizer,
         sync_every: int,
         deltas: Deltas,
-        worker: Worker,
         engine: Engine,
         model: TrainedModel,
         groups: ParamGroups,
@@ -41,9 +39,9 @@ class LocalSteps:
     ) -> None:
         self.inner, self.local_steps = inner, 0
         self._sync_every, self._deltas, self._averages = sync_every, deltas, averages
-        self._worker, self._engine, self._model, self._groups = worker, engine, model, groups
+        self._engine, self._model, self._groups = engine, model, groups
         self._trained_samples = 0  # in the local steps since the last push
-        self._retry_guard = PushedGradients()
+        self.pushed = PushedGradients()  # and those of a local step, until its caller knows of its end
         self._warned = False
         self._known = frozenset(map(id, _parameters_of(inner)))
         trained = {n: parameter for n, parameter in enumerate(model.parameters) if parameter in groups}
@@ -52,13 +50,9 @@ class LocalSteps:
     @property
     def unfinished(self) -> bool:
         """Whether the push after ``sync_every`` steps has met an error, and the last local step is done."""
-        return self._retry_guard.matches(self._gradients())
+        return self.pushed.matches(self._gradients())
 
-    def completed(self) -> None:
-        """Note that the caller of a step knows of its end: the same gradients again are another step's."""
-        self._retry_guard.clear()
-
-    def step(self, samples: int | None, scale: GradientScale) -> None:
+    def step(self, samples: int | None, scale: GradientScale | None) -> None:
         """Take a local step, and after ``sync_every`` of them push."""
         if samples is not None:
             raise ConfigurationError("local steps count samples at the calls of model=; leave samples out")
@@ -67,17 +61,17 @@ class LocalSteps:
         self._settle()
         if not gradients:
             require_trainable(self._model, self._groups)
-        if self._retry_guard.matches(gradients):
+        if self.pushed.matches(gradients):
             return
         check_inner(self.inner.param_groups)
-        self._retry_guard.note(gradients)
+        self.pushed.note(gradients)
         try:
             self.inner.step()
         except BaseException:
-            self._retry_guard.clear()
+            self.pushed.clear()
             raise
         finally:
-            self._worker.run.replica.accept()
+            self._engine.replica.accept()
         self.local_steps += 1
         self._trained_samples = max(1, self._engine.samples_waiting)
         if self.local_steps >= self._sync_every:
@@ -120,7 +114,7 @@ class LocalSteps:
             for position, delta in differences.items():
                 parameter = self._model.parameters[position]
                 parameter.sub_(delta.to(parameter.dtype))
-            self._worker.run.replica.accept()
+            self._engine.replica.accept()
 
     def _require_known(self) -> None:
         """Raise :class:`ConfigurationError` if the inner optimizer has a parameter that it had not at first.
@@ -149,7 +143,7 @@ class LocalSteps:
 
     def _begin_here(self) -> None:
         """Count local steps from these parameters; what is written to them from now on travels with the difference."""
-        self._worker.run.replica.accept()
+        self._engine.replica.accept()
         for position, start in self._start.items():
             start.copy_(self._model.parameters[position])
         self.local_steps = 0
@@ -163,7 +157,7 @@ class LocalSteps:
         """Undo the local steps, so that the parameters are what the server knows."""
         for position, start in self._start.items():
             self._model.parameters[position].copy_(start)
-        self._worker.run.replica.accept()
+        self._engine.replica.accept()
         self.local_steps = 0
 
     def _move_to_residuals(self) -> None:
@@ -174,7 +168,7 @@ class LocalSteps:
         finally:
             self._undo()
         for position, delta in differences.items():
-            residual = self._worker.selector.memories.of("residual", position)
+            residual = self._engine.selector.memories.of("residual", position)
             residual.add_(delta.reshape(-1).to(residual.device))
 
     def _push(self, differences: Deltas) -> None:
@@ -183,17 +177,17 @@ class LocalSteps:
             self._deltas.update(differences)
             self._undo()
         try:
-            self._engine.step(None, lambda gradients, live_workers: 1.0)
+            self._engine.step(None, None)
         except SparsepsError as error:
             if not isinstance(error, PatienceError):
                 self._deltas.clear()
             if isinstance(error, NonFiniteGradientError):  # the local steps are undone
-                self._retry_guard.clear()
+                self.pushed.clear()
             raise
-        self._engine.completed()
+        self._engine.pushed.clear()
         self._deltas.clear()
         self._begin_here()
-        live_workers = self._worker.run.live_workers
+        live_workers = self._engine.run.live_workers
         if not self._averages and live_workers > 1 and not self._warned:
             self._warned = True
             log.warning(

@@ -77,7 +77,7 @@ class Run:
         last_push_record: incarnation and step of the last push under this name that shard 0 knew at the first join.
         upload_bytes: message bytes of models sent.
         digest: of the model with which this worker began the training by an upload; else empty.
-        progress: of the samples that this worker leases.
+        progress: of the samples that this worker leases, if it does.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Run:
         self.run_settings, self.run_finished = pb.RunSettings(), False
         self.last_push_record: tuple[str, int] | None = None
         self.digest = b""
-        self.progress = SampleTracker()
+        self.progress: SampleTracker | None = None
         # One thread a shard, if there are several; daemons, so that they still work when the interpreter ends.
         self._threads = [SerialExecutor(f"psclient-{i}") for i in range(len(shards))] if len(shards) > 1 else []
         self._cancelling = SerialExecutor("psclient-cut")

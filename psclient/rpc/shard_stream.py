@@ -6,6 +6,7 @@ Each call returns an outcome; :mod:`psclient.engine.engine` decides what a failu
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -19,8 +20,6 @@ from psclient.rpc.stream import Bandwidth, Stream
 from psclient.settings import ClientSettings
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
-from pscore.telemetry import tracing
-from pscore.telemetry.span import TraceSpan
 from pscore.wire import frames
 from pscore.wire.budget import FEWEST_BYTES, Fit, is_less_dense
 from pscore.wire.codecs.names import INDEX_CODECS, VALUE_CODECS
@@ -58,7 +57,6 @@ class PushPart:
     """
 
     generation: int
-    trace: TraceSpan
     stream: Stream | None
     together_bytes: int
     group_bytes: list[int]
@@ -126,6 +124,20 @@ class _Asked(NamedTuple):
     request: pb.PullDiffRequest
 
 
+class EncodedPart(NamedTuple):
+    """A part of a push as it is sent.
+
+    Attributes:
+        chunks: each alone, or without value bytes and with these beside.
+        arriving: the part as the server will decode it.
+        lost: what rounding takes from it; ``None`` for nothing.
+    """
+
+    chunks: Sequence[tuple[pb.Chunk] | tuple[pb.Chunk, memoryview]]
+    arriving: SparseSlice
+    lost: SparseSlice | None
+
+
 class ShardStream:
     """The calls of one shard, which has ``span``, and the state of the replica with respect to it.
 
@@ -159,7 +171,7 @@ class ShardStream:
         self._pushes: Stream | None = None
         self._pulls: Stream | None = None
         self._asked: _Asked | None = None
-        self._pull_trace: TraceSpan | None = None  # of the pull that is asked for
+        self._pull_parent = ""  # of the pull that is asked for, in a trace
         self.sent_model: tuple[int, int] | None = None
         self.pushes_all = False
         self._reply_form: Fit | None = None  # none: the server's settings
@@ -213,20 +225,27 @@ class ShardStream:
 
     # Push
 
-    @property
-    def push_form(self) -> frames.WireForm:
-        """How a push to this shard is written now."""
-        rate = FEWEST_BYTES if self._reply_form else self.uplink.bytes_per_second
-        return replace(self._form, allowed=self.readable, link_bytes_per_second=rate)
-
     def use_forms(self, push_value: int, reply: Fit) -> None:
         """Write pushes in a value codec, and ask for replies of a form, all with the fewest bytes."""
         self._form, self._reply_form = replace(self._form, value=push_value), reply
 
-    def in_fewest_bytes(self, part: SparseSlice) -> SparseSlice:
-        """Return a part of a push, with zeros among its entries if a budget asks for the fewest bytes."""
-        value = self._form.value if self._reply_form else None
-        return part.everywhere() if value and is_less_dense(part, value) else part
+    def encode(self, part: SparseSlice, group: int, chunk_bytes: int, *, exact: bool) -> EncodedPart:
+        """Write a part of a push, as group number ``group`` of its plan; ``exact``: in fp32, whatever was asked for."""
+        value, rate = self._form.value, self.uplink.bytes_per_second
+        if self._reply_form is not None:
+            rate = FEWEST_BYTES
+        if exact:
+            value = pb.VALUE_CODEC_FP32
+        elif self._reply_form is not None and value and is_less_dense(part, value):
+            part = part.everywhere()
+        form = frames.WireForm(value, self._form.index, self.readable, rate)
+        if value == pb.VALUE_CODEC_FP32:
+            data = bytes_of(part.values.float())
+            chunks = frames.chunks_without_values(part, form, chunk_bytes, group)
+            beside = [(chunk, data[4 * first : 4 * (first + chunk.count)]) for chunk, first in chunks]
+            return EncodedPart(beside, part, None)
+        encoded = list(frames.encode(part, form, chunk_bytes=chunk_bytes, group=group))
+        return EncodedPart([(chunk,) for chunk, _ in encoded], *as_decoded(part, encoded))
 
     def open_push(self, header: pb.PushHeader, plan: list[Span], idle_seconds: float) -> None:
         """Begin to stream a push; ``header`` lacks generation, version and plan, which are this shard's."""
@@ -234,10 +253,8 @@ class ShardStream:
         header.base_version = self.version
         header.wait_seconds = idle_seconds * WAIT_SHARE
         header.plan.extend(pb.Group(start=group.start, length=group.length) for group in plan)
-        trace = tracing.begin("push", shard=self.index)
-        header.traceparent = trace.parent
         together, stream = bytes_together(self.uplink.bytes_per_second), self._push_stream(idle_seconds)
-        self.unacked = PushPart(header.generation, trace, stream, together, [0] * len(plan))
+        self.unacked = PushPart(header.generation, stream, together, [0] * len(plan))
         self.unacked.add(field_bytes(pb.PushSparseRequest.HEADER_FIELD_NUMBER, header))
 
     def _push_stream(self, idle_seconds: float) -> Stream:
@@ -259,11 +276,12 @@ class ShardStream:
         assert self.unacked is not None
         return self.unacked
 
-    def send_chunk(self, chunk: pb.Chunk, *values: memoryview) -> None:
-        """Send one chunk of the open push, whose value bytes are ``values`` or its own."""
+    def send(self, encoded: EncodedPart) -> None:
+        """Send chunks of the open push."""
         part = self._open_part
-        part.checksum.add(chunk, *values)
-        part.add(*chunk_field(chunk, *values), group=chunk.group)
+        for chunk, *values in encoded.chunks:
+            part.checksum.add(chunk, *values)
+            part.add(*chunk_field(chunk, *values), group=chunk.group)
 
     def hold(self, segment: SparseSlice) -> None:
         """Keep a piece of the open push's payload, for restoring it."""
@@ -281,7 +299,6 @@ class ShardStream:
         part, self.unacked = self.unacked, None
         if part is None:
             return []
-        part.trace.end("abandoned")
         self._drop_pushes()
         return [part]
 
@@ -305,8 +322,6 @@ class ShardStream:
 
         answer = self.connection.call(policy, attempt)
         if isinstance(answer, Rejected):
-            if answer.reason is not ErrorCode.LEASE_EXPIRED:  # else it is repeated, after joining
-                part.trace.end(answer.reason.name)
             return answer
         stream, response = answer
         arrivals = [nanoseconds / 1e9 for nanoseconds in response.group_arrival_nanoseconds]  # after the header
@@ -318,8 +333,6 @@ class ShardStream:
             self.uplink.update(nbytes - early, arrival - before)  # not longer than since the group before was whole
             before, with_header = max(before, arrival), with_header - early
         self.unacked = None
-        part.trace.note(version=response.version, staleness=response.staleness)
-        part.trace.end()
         return response
 
     # Pull
@@ -328,8 +341,7 @@ class ShardStream:
         """Send the request of the next :meth:`pull` ahead: answered once the push of ``step`` is applied."""
         if self._asked is not None:
             self.drop_pull()
-        self._pull_trace = tracing.begin("pull", shard=self.index)
-        self._asked = self._send_request(identity, step, idle_seconds, self._pull_trace)
+        self._asked = self._send_request(identity, step, idle_seconds)
 
     def drop_pull(self) -> None:
         """End the stream of pulls, and what is on it."""
@@ -340,15 +352,14 @@ class ShardStream:
 
     def pull(self, identity: pb.WorkerIdentity, policy: RetryPolicy) -> PulledReply | Rejected:
         """Fetch the changes that the replica lacks; the reply is whole and checked, and not yet applied."""
-        trace, self._pull_trace = self._pull_trace or tracing.begin("pull", shard=self.index), None
-        with ProgressLine() as line:
+        with nullcontext() if self.has_base else ProgressLine() as line:
 
             def attempt(seconds: float) -> PulledReply:
                 asked, self._asked = self._asked, None
                 if asked is None or not asked.stream.is_open or asked.request != self._pull_request(identity):
                     if asked is not None:
                         self.drop_pull()  # its answer may lie in the stream
-                    asked = self._send_request(identity, 0, seconds, trace)
+                    asked = self._send_request(identity, 0, seconds)
                 try:
                     with self.connection.tracked(asked.stream):
                         messages = iter(lambda: asked.stream.receive(seconds, policy.limit), None)
@@ -357,17 +368,12 @@ class ShardStream:
                     self.drop_pull()
                     raise
 
-            try:
-                answer = self.connection.call(policy, attempt)
-            except BaseException as error:
-                trace.end(type(error).__name__)
-                raise
-            trace.end(answer.reason.name if isinstance(answer, Rejected) else "")
-            if not isinstance(answer, Rejected) or answer.reason is not ErrorCode.LEASE_EXPIRED:
-                self._partial = None  # else the pull goes on when the worker has joined again
-            return answer
+            answer = self.connection.call(policy, attempt)
+        if not isinstance(answer, Rejected) or answer.reason is not ErrorCode.LEASE_EXPIRED:
+            self._partial = None  # else the pull goes on when the worker has joined again
+        return answer
 
-    def _send_request(self, identity: pb.WorkerIdentity, step: int, idle_seconds: float, trace: TraceSpan) -> _Asked:
+    def _send_request(self, identity: pb.WorkerIdentity, step: int, idle_seconds: float) -> _Asked:
         if self._pulls is None or not self._pulls.is_open:
             self.drop_pull()
             self._pulls = Stream(self.connection.pulls)
@@ -375,7 +381,7 @@ class ShardStream:
         request = self._pull_request(identity)
         behind = pb.PullDiffRequest(
             after_step=step,
-            traceparent=trace.parent,
+            traceparent=self._pull_parent,
             link_bytes_per_second=self.downlink.bytes_per_second or 0.0,
             wait_seconds=idle_seconds * WAIT_SHARE,
         )
@@ -412,7 +418,7 @@ class ShardStream:
         request: pb.PullDiffRequest,
         messages: Iterator[bytes],
         policy: RetryPolicy,
-        line: ProgressLine,
+        line: ProgressLine | None,
     ) -> PulledReply:
         is_whole = not request.has_base or request.base_end
         before, bytes_before = (self._partial.segments, self._partial.bytes) if self._partial is not None else ([], 0)
@@ -448,7 +454,8 @@ class ShardStream:
                 policy.progressed()
                 if is_whole and reader.position > request.base_end:
                     self._partial = reply()
-                    line.show("fetching the model", (reader.position - self.span.start) / self.span.length)
+                    if line is not None:
+                        line.show("fetching the model", (reader.position - self.span.start) / self.span.length)
             if response.HasField("commit"):
                 reader.checksum.verify(response.commit)
                 whole = reply()
@@ -521,3 +528,15 @@ class ShardStream:
             return answer(messages(answer(iter((request,)), seconds)), seconds)
 
         return self.connection.call(policy, attempt)
+
+
+def as_decoded(part: SparseSlice, encoded: Sequence[frames.Encoded]) -> tuple[SparseSlice, SparseSlice | None]:
+    """Return the part as the server will decode it, and the quantisation error if there is one."""
+    decoded = [piece.decoded for piece in encoded]
+    values = (decoded[0] if len(decoded) == 1 else torch.cat(decoded)).to(part.values.device)
+    arriving, error = SparseSlice(part.span, part.offsets, values), part.values - values
+    lossy = int(torch.count_nonzero(error))
+    if part.offsets is None or 2 * lossy > error.numel():  # to find most of them costs more than zeros among them
+        return arriving, SparseSlice(part.span, part.offsets, error) if lossy else None
+    where = error.nonzero().view(-1)
+    return arriving, SparseSlice(part.span, part.offsets[where], error[where]) if lossy else None

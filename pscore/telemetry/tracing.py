@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 Parameters = ParamSpec("Parameters")
 
-_spans: "Spans | None" = None
+spans: "Spans | None" = None
+"""``None`` while tracing is off."""
 _starting = threading.Lock()
 
 
@@ -32,9 +33,9 @@ def start(service: str, instance: str) -> None:
     ``service`` is the ``service.name`` if ``OTEL_SERVICE_NAME`` names no other; ``instance`` the
     ``service.instance.id``. Raises :class:`TracingError` if OpenTelemetry is missing or its variables are wrong.
     """
-    global _spans
+    global spans
     with _starting:
-        if _spans is not None:
+        if spans is not None:
             return
         try:
             from pscore.telemetry.spans import Spans
@@ -42,36 +43,36 @@ def start(service: str, instance: str) -> None:
             raise TracingError(
                 f"tracing is asked for, and {error.name} is not installed: pip install 'sparseps[tracing]'"
             ) from error
-        _spans = Spans(service, instance)
+        spans = Spans(service, instance)
 
 
 def stop() -> None:
     """Export the spans that have ended, and trace no longer."""
-    global _spans
+    global spans
     with _starting:
-        ending, _spans = _spans, None
+        ending, spans = spans, None
     if ending is not None:
         ending.close()
 
 
 def begin_step(**attributes: str | int | float) -> TraceSpan:
     """Begin a step: the root of a trace, or part of the caller's own."""
-    return NO_SPAN if _spans is None else _spans.begin("step", attributes, root=True)
+    return NO_SPAN if spans is None else spans.begin("step", attributes, root=True)
 
 
 def begin(name: str, **attributes: str | int | float) -> TraceSpan:
     """Begin a span below the current one; it is made current by :meth:`TraceSpan.active` only."""
-    return NO_SPAN if _spans is None else _spans.begin(name, attributes)
+    return NO_SPAN if spans is None else spans.begin(name, attributes)
 
 
 def span(name: str, **attributes: str | int | float) -> AbstractContextManager[TraceSpan]:
     """Make the body a span below the current one."""
-    return nullcontext(NO_SPAN) if _spans is None else _spans.body(name, attributes)
+    return nullcontext(NO_SPAN) if spans is None else spans.body(name, attributes)
 
 
 def continued(name: str, traceparent: str) -> TraceSpan:
     """Begin a server's span of a call, below that of the caller; a header that makes no sense begins none."""
-    return NO_SPAN if _spans is None else _spans.continued(name, traceparent)
+    return NO_SPAN if spans is None else spans.continued(name, traceparent)
 
 
 def traced(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
@@ -80,14 +81,14 @@ def traced(name: str) -> Callable[[Callable[Parameters, Result]], Callable[Param
     def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         @functools.wraps(function)
         def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-            if _spans is None:
+            if spans is None:
                 return function(*args, **kwargs)
-            with _spans.body(name, {}):
+            with spans.body(name, {}):
                 return function(*args, **kwargs)
 
         @functools.wraps(function)
         def iterate(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Iterator[Any]:
-            return cast("Iterator[Any]", function(*args, **kwargs)) if _spans is None else spanned(*args, **kwargs)
+            return cast("Iterator[Any]", function(*args, **kwargs)) if spans is None else spanned(*args, **kwargs)
 
         def spanned(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Iterator[Any]:
             opened = begin(name)
@@ -106,7 +107,7 @@ def carried(job: Callable[[], Result], waiting: str = "") -> Callable[[], Result
 
     ``waiting`` names a span from now until the job begins; empty for none.
     """
-    if _spans is None:
+    if spans is None:
         return job
     context = contextvars.copy_context()
     waited = begin(waiting) if waiting else NO_SPAN

@@ -16,7 +16,6 @@ from google.protobuf.message import Message
 from numpy.typing import NDArray
 
 from pscore.model.layout import Span
-from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.codecs.format import MAX_ENTRIES
 from pscore.wire.codecs.values import CODEC_OF_DTYPE, decode_values
 from pscore.wire.errors import ErrorCode, Rejected
@@ -137,14 +136,6 @@ def dense_chunk(span: Span, dtype: torch.dtype, group: int = 0) -> pb.Chunk:
 def bytes_of(values: torch.Tensor) -> memoryview:
     """Return the bytes of fp32, fp16 or bf16 values; without a copy if they are contiguous and on the host."""
     return values.detach().cpu().contiguous().view(torch.uint8).numpy().data
-
-
-def dense_chunks(segment: SparseSlice, chunk_bytes: int, group: int = 0) -> Iterator[tuple[pb.Chunk, memoryview]]:
-    """Cut all elements of a span, fp32, fp16 or bf16, into chunks without value bytes, each with these beside."""
-    for part in cut(segment.span, max(1, chunk_bytes // segment.values.element_size())):
-        first = part.start - segment.span.start
-        chunk = dense_chunk(part, segment.values.dtype, group)
-        yield chunk, bytes_of(segment.values[first : first + part.length])
 
 
 class DenseReader:

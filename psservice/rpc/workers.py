@@ -22,7 +22,7 @@ from pscore.wire.codecs.names import (
     READABLE_VALUE_CODECS,
     VALUE_CODECS,
 )
-from pscore.wire.dense import MessageSize, chunk_message, dense_chunks, field_bytes
+from pscore.wire.dense import MessageSize, bytes_of, chunk_message, field_bytes
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message, place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -178,7 +178,8 @@ class WorkerCalls:
                 messages = []
                 with copy.reading(part) as values:
                     for sent in model.as_sent(SparseSlice(part, None, values)):
-                        for chunk, data in dense_chunks(sent, size.nbytes):
+                        for chunk, first in frames.chunks_without_values(sent, frames.WireForm(), size.nbytes):
+                            data = bytes_of(sent.values[first : first + chunk.count])
                             checksum.add(chunk, data)
                             messages.append(chunk_message(chunk, data))
                             size.sent(data.nbytes)

@@ -156,7 +156,7 @@ def run_of(optimizer: torch.optim.Optimizer) -> Any:
 
 def own_server(optimizer: torch.optim.Optimizer) -> LocalServer:
     """The server that an optimizer has started."""
-    return optimizer._lifecycle._own_server
+    return optimizer._life._own_server
 
 
 def local_steps(optimizer: psclient.Outer) -> int:

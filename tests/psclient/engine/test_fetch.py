@@ -24,16 +24,13 @@ class Shard:
 
 def fetched(shards, join):
     run = SimpleNamespace(
-        shards=shards,
-        replica=None,
-        buffers=SimpleNamespace(only=lambda _: None),
         identity=pb.WorkerIdentity(),
         policy=lambda: None,
         join=join,
         each=lambda waiting, call: [call(shard) for shard in waiting],
         joining_again=lambda calls: Run.joining_again(run, calls),
     )
-    return Engine(None, None, run, None, None, None, None, None, None, synchronous=False).fetch()
+    return Engine.fetch(SimpleNamespace(run=run, _shards=shards))
 
 
 def test_a_join_that_changes_the_generation_has_every_shard_asked_again():

@@ -43,7 +43,9 @@ def test_a_group_waits_for_the_streams_of_all_its_gradients(monkeypatch):
     own._devices, own._streams = gpus, [Stream(f"side {device.index}") for device in gpus]
     own._gather = lambda group: {}
     own._compressing = SimpleNamespace(submit=lambda work: work())
-    own._engine = SimpleNamespace(groups=[range(3)], send_gradients=lambda *arguments: sent.append(arguments))
+    own._engine = SimpleNamespace(
+        grouping=SimpleNamespace(groups=[range(3)]), send_gradients=lambda *arguments: sent.append(arguments)
+    )
     own.ready(1)
     current.update(here)
     own.ready(0)
@@ -63,7 +65,7 @@ def test_hooks_of_several_devices_count_one_after_the_other():
     own._used, own._versions, own._jobs, own._devices = set(), [], {}, []
     own._clock = SimpleNamespace(note=lambda position: None)
     own._model = SimpleNamespace(parameters=[SimpleNamespace(device=torch.device("cpu"))] * 2)
-    own._engine = SimpleNamespace(groups=[range(2)])
+    own._engine = SimpleNamespace(grouping=SimpleNamespace(groups=[range(2)]))
     submitted, others = [], []
     own._submit = submitted.append
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from psclient.engine.engine import _as_decoded, joined
+from psclient.engine.engine import joined
+from psclient.rpc.shard_stream import as_decoded
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
@@ -35,6 +36,6 @@ def test_a_group_that_sends_nothing_has_no_segment():
 def test_what_arrives_and_what_quantisation_takes_make_what_was_sent():
     part = SparseSlice(Span(0, 9), torch.tensor([0, 4, 8]), torch.tensor([1.0, 1.0 + 2**-20, -3.0]))
     encoded = list(frames.encode(part, frames.WireForm(value=pb.VALUE_CODEC_BF16), chunk_bytes=1 << 16))
-    arriving, lost = _as_decoded(part, encoded)
+    arriving, lost = as_decoded(part, encoded)
     assert arriving.values.tolist() == [1.0, 1.0, -3.0]
     assert (lost.offsets.tolist(), lost.values.tolist()) == ([4], [2**-20])

@@ -1,7 +1,6 @@
 """Fields of a push that are sent together, and the bytes of its groups."""
 
 from psclient.rpc.shard_stream import PushPart, bytes_together
-from pscore.telemetry import tracing
 
 
 class Stream:
@@ -14,7 +13,7 @@ class Stream:
 
 def make(groups, together):
     stream = Stream()
-    return PushPart(1, tracing.begin("push"), stream, together, [0] * groups), stream
+    return PushPart(1, stream, together, [0] * groups), stream
 
 
 def test_small_fields_share_a_message_and_leave_with_it():

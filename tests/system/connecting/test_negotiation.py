@@ -43,10 +43,10 @@ def dgs(model, server, **settings):
 def pushed(optimizer):
     """The codecs of every chunk that the worker sends from now on."""
     codecs, shard = set(), run_of(optimizer).shards[0]
-    send = shard.send_chunk
-    shard.send_chunk = lambda chunk, *values: (
-        codecs.add((chunk.index_codec, chunk.value_codec)),
-        send(chunk, *values),
+    send = shard.send
+    shard.send = lambda encoded: (
+        codecs.update((chunk.index_codec, chunk.value_codec) for chunk, *_ in encoded.chunks),
+        send(encoded),
     )
     return codecs
 

@@ -170,9 +170,9 @@ def test_a_gradient_scaler_with_overlap_is_refused_and_nothing_was_unscaled():
 # SIGTERM and leaving
 
 STUCK = """
-import os, sys, torch, psclient, psclient.engine.worker
+import os, sys, torch, psclient, psclient.engine.lifecycle
 from psclient.settings import ClientSettings
-psclient.engine.worker._GRACE_SECONDS = 3.0
+psclient.engine.lifecycle._GRACE_SECONDS = 3.0
 patient = ClientSettings(connect_seconds=600, patience_seconds=600, deadline_seconds=600)
 model = torch.nn.Linear(50, 2)
 print("begun", flush=True)

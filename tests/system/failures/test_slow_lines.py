@@ -155,7 +155,7 @@ def held_up_join(model, address, hangs):
             yield from super().read(span)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("psclient.engine.worker.Replica", Slow)
+        patch.setattr("psclient.engine.engine.Replica", Slow)
         return join(model, address)
 
 

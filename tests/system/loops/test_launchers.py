@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import psclient
-from psclient.engine import neighbours
+from psclient.engine import lifecycle
 from psclient.errors import WorkerAliveError
 from tests.system.tools import make_model
 
@@ -58,6 +58,6 @@ def test_two_jobs_with_the_same_ranks_are_told_how_to_be_apart(monkeypatch):
     with psclient.LocalServer(lease_seconds=1) as server:
         model, other = make_model(), make_model()
         with psclient.ASGD(model.parameters(), lr=0.01, model=model, server=server):
-            monkeypatch.setattr(neighbours, "_claims", [])  # as in another process, which does not know the first
+            monkeypatch.setattr(lifecycle, "_claims", [])  # as in another process, which does not know the first
             with pytest.raises(WorkerAliveError, match=r'worker=f"second-\{psclient\.worker_index\(\)\}"'):
                 psclient.ASGD(other.parameters(), lr=0.01, model=other, server=server)

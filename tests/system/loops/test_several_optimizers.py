@@ -1,5 +1,6 @@
 """Several optimizers in one process: one over the same parameters follows another, and two models never become one."""
 
+import gc
 import sys
 
 import pytest
@@ -178,3 +179,17 @@ def test_a_part_of_the_parameters_is_enough():
             assert [worker.worker_id for worker in status(server).workers] == [second.worker]
         with pytest.raises(ConfigurationError, match="has left its run"):
             first.step()
+
+
+def test_an_optimizer_that_waits_for_the_collector_forbids_no_other():
+    """As in a cell that has ended with an error, whose traceback has the model."""
+    with LocalServer() as server:
+        circle = [nn.Linear(4, 2)]
+        circle += [circle, psclient.DGS(circle[0].parameters(), lr=0.1, model=circle[0], server=server)]
+        gc.disable()
+        try:
+            del circle
+            model = nn.Linear(4, 2)
+            psclient.DGS(model.parameters(), lr=0.1, model=model, server=server).close()
+        finally:
+            gc.enable()

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 import psclient
-from psclient.engine import worker
+from psclient.engine import engine
 from psclient.rpc.local_server import LocalServer
 from pscore.selection.cuda.launches import DeviceKernels
 from tests.system.tools import QUICK, make_data, make_model, train_step
@@ -26,8 +26,8 @@ def launches(monkeypatch):
             kernels, name, lambda *a, name=name, call=call, **kw: found.append((name, bool(kw))) or call(*a, **kw)
         )
     for name in ("Choice", "Replica"):
-        made = functools.partial(getattr(worker, name), on_device=lambda _: kernels)
-        monkeypatch.setattr(worker, name, made)
+        made = functools.partial(getattr(engine, name), on_device=lambda _: kernels)
+        monkeypatch.setattr(engine, name, made)
     return found
 
 

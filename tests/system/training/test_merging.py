@@ -53,7 +53,7 @@ def test_what_was_accumulated_is_applied_or_held_through_groups_that_change_at_e
         ) as optimizer,
     ):
         for groups in shuffled:
-            engine_of(optimizer)._grouping.groups = groups
+            engine_of(optimizer).grouping.groups = groups
             inputs = make_inputs(generator)
             for total, x in zip(accumulated, inputs, strict=True):
                 total += 0.5 * x
@@ -85,7 +85,7 @@ def test_a_worker_with_overlap_merges_by_what_it_has_measured(caplog):
         assert losses[-1] < losses[0]
         optimizer.pull()
     assert sum("tensors travel in" in each.getMessage() for each in caplog.records) == 1
-    groups = engine_of(optimizer).groups
+    groups = engine_of(optimizer).grouping.groups
     assert sorted(position for group in groups for position in group) == list(range(len(list(model.parameters()))))
 
 
@@ -107,7 +107,7 @@ def test_layers_get_densities_of_their_own_and_lose_nothing():
             model(inputs).backward()
             optimizer.step()
         optimizer.pull()
-        densities = engine_of(optimizer)._grouping.densities
+        densities = engine_of(optimizer).grouping.densities
         assert sorted(densities) == list(range(len(SIZES)))
         assert all(0.01 <= density <= 0.5 for density in densities.values())
         for total, layer in zip(accumulated, model.layers, strict=True):

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import psclient
 from psclient.compress.table import Choice
-from psclient.engine import neighbours, worker
+from psclient.engine import engine, lifecycle
 from psclient.errors import (
     ConfigurationError,
     FingerprintMismatchError,
@@ -161,7 +161,7 @@ def test_grad_scaler_unscales_before_the_selection():
 def select_by_launches(monkeypatch):
     """The host is a device, in Triton's interpreter."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(worker, "Choice", partial(Choice, on_device=DeviceKernels))
+    monkeypatch.setattr(engine, "Choice", partial(Choice, on_device=DeviceKernels))
 
 
 def test_on_a_device_nothing_is_lost_or_pushed_twice_where_a_push_does_not_open(server, monkeypatch):
@@ -346,7 +346,7 @@ def test_another_method_or_momentum_is_refused(server):
 def test_a_living_workers_name_is_refused(monkeypatch):
     with LocalServer(lease_seconds=1) as server:
         optimizer = dgs(make_model(), server, worker="same")
-        monkeypatch.setattr(neighbours, "_claims", [])  # as in another process, which does not know the first
+        monkeypatch.setattr(lifecycle, "_claims", [])  # as in another process, which does not know the first
         with pytest.raises(WorkerAliveError, match="same"):
             dgs(make_model(), server, worker="same")
         optimizer.close()

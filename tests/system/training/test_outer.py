@@ -306,14 +306,14 @@ def test_a_pull_that_fails_half_way_is_no_step_of_this_worker(monkeypatch):
         ):
             train_step(other, others, *make_data(seed=1, count=32))
             expected = values(other)
-            pull = engine_of(optimizer)._pull
+            write = engine_of(optimizer)._write
 
-            def interrupted():
-                pull()
+            def interrupted(*arguments):
+                write(*arguments)
                 raise KeyboardInterrupt
 
             with monkeypatch.context() as patch:
-                patch.setattr(engine_of(optimizer), "_pull", interrupted)
+                patch.setattr(engine_of(optimizer), "_write", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     optimizer.pull()
             optimizer.flush()

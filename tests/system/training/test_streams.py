@@ -10,8 +10,8 @@ from torch import nn
 
 import psclient
 from psclient.compress.selector import Selector
+from psclient.engine import engine
 from psclient.engine import overlap as overlapping
-from psclient.engine import worker
 from psclient.errors import ConfigurationError
 from psclient.rpc.local_server import LocalServer
 from pscore.selection.cuda import launches as cuda
@@ -66,7 +66,7 @@ def entered(monkeypatch):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_work_goes_on_in_the_streams_of_all_devices(overlap, entered, monkeypatch):
     found = {"compress": [], "restore": []}
-    for module in (worker, overlapping):
+    for module in (engine, overlapping):
         monkeypatch.setattr(module, "devices_of", lambda _: DEVICES)
     for name, seen in found.items():
         call = getattr(Selector, name)
