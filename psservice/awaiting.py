@@ -13,6 +13,7 @@ from pscore.wire.errors import ErrorCode, Rejected
 from psservice.values import Identity
 
 _RETRY_SECONDS = 0.1  # for a call that does not wait, or has waited as long as it may
+_SHORTEST_SECONDS = 0.01  # between two tries of a call: the time may be over that decides, and the condition unmet
 
 
 class NotYetError(Rejected):
@@ -36,6 +37,7 @@ class NotYetError(Rejected):
         least_seconds: float = 0.0,
         **metadata: str,
     ) -> None:
+        again_seconds = max(_SHORTEST_SECONDS, again_seconds)
         super().__init__(reason, detail, retry_seconds=min(_RETRY_SECONDS, again_seconds), **metadata)
         self.is_over, self.pusher = is_over, pusher
         self.again_seconds, self.least_seconds = again_seconds, least_seconds

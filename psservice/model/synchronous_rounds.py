@@ -65,7 +65,7 @@ class SynchronousRound:
     def is_due(self, live: Collection[str], *, is_first: bool) -> bool:
         """Tell whether the round closes, given the live workers; from any thread. ``is_first`` of the run."""
         settings, contributors = self._settings, self.contributors
-        if not contributors or (is_first and len({*live, *contributors}) < settings.start_workers):
+        if not contributors or self._lacks_workers(live, is_first=is_first):
             return False
         if settings.seconds and self._clock() - self._opened >= settings.seconds:
             return True
@@ -73,11 +73,16 @@ class SynchronousRound:
             return True
         return all(name in contributors or name in self.dropped for name in live)
 
-    @property
-    def seconds_left(self) -> float:
-        """Until the clock closes the round; infinite if only workers do."""
+    def seconds_left(self, live: Collection[str], *, is_first: bool) -> float:
+        """Return the time until the clock closes the round; infinite if only workers do."""
         limit = self._settings.seconds
-        return max(0.0, self._opened + limit - self._clock()) if limit else math.inf
+        if not limit or self._lacks_workers(live, is_first=is_first):
+            return math.inf
+        return max(0.0, self._opened + limit - self._clock())
+
+    def _lacks_workers(self, live: Collection[str], *, is_first: bool) -> bool:
+        """Tell whether the first round waits for more workers to join."""
+        return is_first and len({*live, *self.contributors}) < self._settings.start_workers
 
     def add(self, worker: str, update: SparseSlice | None, context: PushContext = PLAIN) -> None:
         """Add a contribution (``NON_FINITE``); several of one worker count as one, a flush (no samples) as none."""

@@ -77,8 +77,10 @@ class RoundSynchronizer(Synchronizer):
 
     def is_due(self) -> bool:
         """Apply the rule of the run's settings."""
-        live = [member.identity.worker_id for member in self.leases.members() if member.makes_pushes]
-        return self.open_round.is_due(live, is_first=self._is_first)
+        return self.open_round.is_due(self._live(), is_first=self._is_first)
+
+    def _live(self) -> list[str]:
+        return [member.identity.worker_id for member in self.leases.members() if member.makes_pushes]
 
     def close(self) -> None:
         """Apply the mean of the open round, if anything is in it."""
@@ -97,7 +99,7 @@ class RoundSynchronizer(Synchronizer):
                 f"and waits for others; live workers: {len(self.leases)}"
                 + (", and the first round waits for start_workers of them" if self._is_first else ""),
                 lambda: worker not in self.open_round.contributors,
-                again_seconds=self.open_round.seconds_left,
+                again_seconds=self.open_round.seconds_left(self._live(), is_first=self._is_first),
             )
 
 

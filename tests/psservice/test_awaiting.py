@@ -1,6 +1,7 @@
 """Calls that wait for a condition are woken once it holds, and not before; nothing is kept of one that has gone."""
 
-from psservice.awaiting import Waiters
+from pscore.wire.errors import ErrorCode
+from psservice.awaiting import NotYetError, Waiters
 from psservice.values import Identity
 
 
@@ -113,3 +114,7 @@ def test_a_push_has_only_those_look_that_wait_for_its_worker_and_they_may_wait_f
     assert set(looked) == {"keyed"}
     waiters.pushed(bert)
     assert (loop.posted, len(waiters)) == ([], 1)
+
+
+def test_a_call_whose_time_is_over_is_not_tried_at_once_for_ever():
+    assert NotYetError(ErrorCode.ROUND_OPEN, "", lambda: False, again_seconds=0.0).again_seconds >= 0.01

@@ -1,6 +1,7 @@
 """Synchronous rounds: who closes them, what their mean is, and what becomes of those who are late."""
 
 import json
+import math
 from contextlib import closing
 
 import pytest
@@ -15,6 +16,7 @@ from pscore.wire.errors import ErrorCode
 from psservice.data_leases.dataset import Plan, SampleRequest
 from psservice.model.synchronous_rounds import RoundSettings, SynchronousRound
 from psservice.observability.metrics import Metrics
+from psservice.rules.base import PushContext
 from psservice.settings import ServerSettings
 from psservice.shard.buffers_and_samples import lease_samples
 from psservice.shard.join import leave
@@ -336,3 +338,13 @@ def test_nobody_waits_for_a_worker_that_waits_for_samples_itself(shard):
     assert reason_of(pull, shard, BERT, base=1) is ErrorCode.ROUND_OPEN
     push(shard, 1, {0: 4.0}, ANNA, base=1)
     assert theta(shard)[0] == -5.0
+
+
+def test_a_round_that_lacks_workers_to_begin_is_not_looked_at_again_and_again():
+    now = [0.0]
+    open_round = SynchronousRound(RoundSettings(0, 3.0, 2), Span(0, 4), torch.device("cpu"), lambda: now[0])
+    open_round.add("anna", None, PushContext(samples=1))
+    now[0] = 10.0
+    assert open_round.seconds_left(["anna"], is_first=True) == math.inf, "its time is over, and decides nothing"
+    assert open_round.seconds_left(["anna", "bert"], is_first=True) == 0.0
+    assert open_round.seconds_left(["anna"], is_first=False) == 0.0

@@ -1,0 +1,255 @@
+"""A run from its first join to its last leave, in virtual time: each history follows from its seed alone."""
+
+import asyncio
+import logging
+import random
+import secrets
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+from pscore.model.sparse_slice import SparseSlice
+from pscore.wire.errors import ErrorCode
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from tests.psservice.service_makers import F32, layout_of
+from tests.simulator.fleet import Host
+from tests.simulator.network import CutError, Link, RefusedError, StuckError, VirtualLoop
+from tests.simulator.witness import BrokenPromiseError, Witness, require
+from tests.simulator.worker import Worker
+
+LAYOUT = layout_of((40, F32), (9, F32))
+NAMES = ("anna", "bert", "cleo")
+LONGEST_SECONDS = 3600.0  # of virtual time, which nothing but a wait without an end reaches
+METHODS = {
+    "asynchronous": {},
+    "rounds": {"rounds": '{"quorum": 0, "seconds": 0, "start_workers": 1}'},
+    "quorum": {"rounds": '{"quorum": 2, "seconds": 3, "start_workers": 1}'},
+    "groups": {"update": "average", "group_size": "2", "tau": "2", "late": "replace"},
+}
+
+
+class Simulation:
+    """One history."""
+
+    def __init__(self, seed):
+        self.seed, self.random = seed, random.Random(seed)
+        self.loop, self.layout = VirtualLoop(), LAYOUT
+        draw = self.random
+        self.method = draw.choice(tuple(METHODS))
+        self.method_settings, self.num_shards = METHODS[self.method], draw.choice((1, 1, 2, 3))
+        self.in_rounds, self.in_groups = "rounds" in self.method_settings, self.method == "groups"
+        self.spans = LAYOUT.shard_spans(self.num_shards)
+        self.server_options = {
+            "fsync": draw.choice(("always", "always", "interval", "never")),
+            "down_mode": draw.choice(("exact", "exact", "auto", "topk")),
+            "down_density": draw.choice((0.1, 0.5)),
+            "down_dense_below": 0,
+        }
+        if self.method == "asynchronous" and draw.random() < 0.4:
+            self.server_options["ssp_bound"] = draw.randint(1, 2)
+        self.cut_share = draw.choice((0.0, 0.01, 0.05))
+        self.is_rough, self.trace, self._error, self._tasks = True, [], None, set()
+        self.start = self._grid(LAYOUT.size)
+        self.entries = [{} for _ in self.spans]  # of each push, by shard, identity and step
+        self.hosts = []
+
+    def _grid(self, count):
+        """Numbers of which all sums are exact, so that they depend on no order."""
+        return torch.tensor([self.random.randint(-64, 64) / 8 for _ in range(count)])
+
+    def choose_entries(self, worker, index, step):
+        """What a worker pushes to a shard in a step."""
+        span = self.spans[index]
+        if self.random.random() < 0.1:
+            entries = SparseSlice(span, None, self._grid(span.length))
+        else:
+            count = self.random.randint(1, min(10, span.length))
+            offsets = torch.tensor(sorted(self.random.sample(range(span.length), count)))
+            entries = SparseSlice(span, offsets, self._grid(count))
+        self.entries[index][worker.name, f"life-{worker.life}", step] = entries
+
+    # Running
+
+    def run(self):
+        """Live through the history; raises :class:`BrokenPromiseError`."""
+        asyncio.set_event_loop(self.loop)
+        try:
+            with self._fixed_randomness():
+                self.loop.run_until_complete(self._run())
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            words = f"seed {self.seed}, {self.method}, {self.num_shards} shards, {self.server_options}: {error!r}"
+            raise BrokenPromiseError(f"{words}; the last of it: {self.trace[-15:]}") from (self._error or error)
+        finally:
+            for task in asyncio.all_tasks(self.loop):
+                task.cancel()
+            self.loop.run_until_complete(asyncio.sleep(0.0))
+            asyncio.set_event_loop(None)
+            self.loop.close()
+
+    @contextmanager
+    def _fixed_randomness(self):
+        random.seed(self.seed)
+        with (
+            mock.patch.object(secrets, "randbits", self.random.getrandbits),
+            mock.patch.object(secrets, "token_hex", lambda count: self.random.randbytes(count).hex()),
+        ):
+            yield
+
+    async def _run(self):
+        self.main = asyncio.current_task()
+        for index in range(self.num_shards):
+            witness = Witness(self.entries[index].__getitem__, in_rounds=self.in_rounds)
+            self.hosts.append(Host(self, index, witness))
+        for host in self.hosts:
+            host.start()
+        self.workers = [Worker(self, name, self.random.randint(3, 7)) for name in NAMES]
+        troubles = self.start_task(self._make_trouble())
+        try:
+            async with asyncio.timeout(LONGEST_SECONDS):
+                await asyncio.gather(*(worker.live() for worker in self.workers))
+                troubles.cancel()
+                self.is_rough = False
+                while not all(host.is_up for host in self.hosts):
+                    await asyncio.sleep(1.0)
+        except asyncio.CancelledError:
+            if self._error is None:
+                raise
+            raise self._error from None
+        except TimeoutError:
+            raise StuckError(f"not over after {LONGEST_SECONDS:.0f} s") from None
+        for host in self.hosts:
+            host.witness.look(host.shard)
+            host.kill()
+        await asyncio.sleep(10.0)  # all are started again, and checked
+        for host in self.hosts:
+            require(host.is_up, "a shard does not start any more")
+        if self._error is not None:
+            raise self._error
+
+    def start_task(self, work):
+        """Run something beside the rest."""
+
+        async def guarded():
+            try:
+                await work
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:
+                self.fail(error)
+
+        task = asyncio.ensure_future(guarded())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def fail(self, error):
+        """End the history with an error."""
+        if self._error is None:
+            self._error = error
+            self.main.cancel()
+
+    def note(self, words):
+        """Remember what has happened, for the message of an error."""
+        self.trace.append(f"{self.loop.time():.1f} {words}")
+
+    # Troubles
+
+    async def _make_trouble(self):
+        for _ in range(self.random.randint(2, 10)):
+            await asyncio.sleep(self.random.random() * 2)
+            host = self.random.choice(self.hosts)
+            (what,) = self.random.choices(
+                (self._kill, self._burn, self._fill, self._fail_syncs, self._cut, self._snapshot, self._restore),
+                (3, 3, 1, 1, 2, 2, 1),
+            )
+            if host.is_up:
+                await what(host)
+        self.is_rough, self.cut_share = False, 0.0
+
+    async def _kill(self, host):
+        host.kill(power_cut=self.random.random() < 0.5, seconds=self.random.random() * 4)
+
+    async def _burn(self, host):
+        host.disk.fuse = self.random.randint(0, 15)
+
+    async def _fill(self, host):
+        self.note(f"the disk of shard {host.index} fills")
+        host.disk.full_share = 0.4
+        await asyncio.sleep(1.0)
+        host.disk.full_share = 0.0
+
+    async def _fail_syncs(self, host):
+        self.note(f"a sync fails at shard {host.index}")
+        host.disk.failing_syncs = self.random.randint(1, 2)
+
+    async def _cut(self, host):
+        self.note(f"the connections of shard {host.index} break")
+        for link in list(host.links):
+            if self.random.random() < 0.7:
+                link.cut()
+
+    async def _ask(self, host, rpc, request, kind):
+        link = Link(host, rpc, self.random, cut_share=self.cut_share)
+        try:
+            await link.send(request)
+            await link.end()
+            return await asyncio.wait_for(link.receive(kind), 30.0)
+        except (CutError, TimeoutError):
+            link.cut()
+            return None
+
+    async def _snapshot(self, host):
+        try:
+            await self._ask(host, "TakeSnapshot", pb.TakeSnapshotRequest(), pb.TakeSnapshotResponse)
+        except RefusedError as refusal:
+            known = (ErrorCode.NOT_DURABLE, ErrorCode.NOT_INITIALISED, ErrorCode.BUSY)
+            require(refusal.reason in known, f"no snapshot: {refusal}")
+
+    async def _restore(self, _):
+        """Take all shards back to an older version, or none."""
+        targets = {}
+        for host in self.hosts:
+            if not host.witness.states:
+                return
+            newest = host.witness.states[-1].version
+            targets[host] = max(host.witness.states[0].version, newest - self.random.randint(0, 3))
+            host.witness.restoring.add(targets[host])
+        self.note(f"a restore to {[*targets.values()]}")
+        tickets = {}
+        for host, version in targets.items():
+            request = pb.RestoreModelRequest(version=version, step=pb.RESTORE_STEP_PREPARE)
+            try:
+                answer = await self._ask(host, "RestoreModel", request, pb.RestoreModelResponse)
+            except RefusedError as refusal:
+                self.note(f"refused: {refusal}"[:100])
+                answer = None
+            if answer is None:
+                break
+            tickets[host] = answer.ticket
+        is_ready = len(tickets) == len(self.hosts)
+        step = pb.RESTORE_STEP_COMMIT if is_ready else pb.RESTORE_STEP_ABANDON
+        for host, ticket in tickets.items():
+            before = host.witness.generation
+            request = pb.RestoreModelRequest(step=step, ticket=ticket)
+            try:
+                answer = await self._ask(host, "RestoreModel", request, pb.RestoreModelResponse)
+            except RefusedError as refusal:  # it has died meanwhile, or cannot write
+                self.note(f"refused: {refusal}"[:100])
+                continue
+            if answer is not None and host.is_up:
+                host.witness.look(host.shard)
+                has_turned = host.witness.generation != before
+                require(has_turned or not is_ready, "a restore was committed, and nothing has changed")
+
+
+def simulate(first, count):
+    """Simulate histories, from the first seed on."""
+    logging.disable(logging.CRITICAL)
+    try:
+        for seed in range(first, first + count):
+            Simulation(seed).run()
+    finally:
+        logging.disable(logging.NOTSET)

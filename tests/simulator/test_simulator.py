@@ -1,0 +1,43 @@
+"""Whole runs in virtual time: real shards and their RPC layer, disks that fail, connections that break.
+
+Three workers train on one to three shards: asynchronously, with SSP, in rounds, in rounds with a quorum, or with WAGMA.
+Processes die at any write, lose power, find no room, cannot sync; connections break at any message; operators take
+snapshots and go back. Every push that was answered is in the parameters exactly once, bit for bit; every reply has what
+its version had; and nobody waits for ever. SIMULATOR_HISTORIES and SIMULATOR_SEED choose other histories.
+"""
+
+import os
+import time
+
+import pytest
+
+from psservice.state.pushes import Pushes
+from tests.psservice.durability.memory_disk import Handle, MemoryDisk
+from tests.simulator.simulation import simulate
+from tests.simulator.witness import BrokenPromiseError
+
+HISTORIES = int(os.environ.get("SIMULATOR_HISTORIES", "100"))
+FIRST_SEED = int(os.environ.get("SIMULATOR_SEED", "0"))
+
+
+def test_every_promise_is_kept_in_every_history(capsys):
+    began = time.monotonic()
+    simulate(FIRST_SEED, HISTORIES)
+    rate = 60 * HISTORIES / (time.monotonic() - began)
+    with capsys.disabled():
+        print(f" {HISTORIES} histories, {rate:.0f} a minute ", end="")
+
+
+@pytest.mark.parametrize(
+    ("where", "call", "broken"),
+    [
+        (Handle, "sync", lambda *_: None),
+        (MemoryDisk, "sync", lambda *_: None),
+        (Pushes, "push", lambda *_: None),
+    ],
+    ids=["a journal that is not synced", "a directory that is not synced", "pushes that are not known again"],
+)
+def test_a_shard_that_breaks_a_promise_is_found_out(where, call, broken, monkeypatch):
+    monkeypatch.setattr(where, call, broken)
+    with pytest.raises(BrokenPromiseError):
+        simulate(0, 60)
