@@ -57,9 +57,9 @@ class compiled(Generic[P, R]):  # noqa: N801 - a decorator
 
         Both have the same bits.
         """
-        if self._dispatcher is None and entries < COMPILED_FROM:
-            return self.plain
-        return self.dispatcher  # type: ignore[no-any-return]
+        if self._dispatcher is None:
+            return self.plain if entries < COMPILED_FROM else self.dispatcher
+        return self._dispatcher  # type: ignore[no-any-return]
 
     @cached_property
     def plain(self) -> Callable[P, R]:

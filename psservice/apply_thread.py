@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -44,7 +43,6 @@ class ApplyThread:
         self._waited, self._on_failure = waited, on_failure
         self.failed = self.held = self._closed = False
         self._closing = threading.Lock()
-        self._whole_changes = _WholeChanges(self)
         self._compute_threads = torch.get_num_threads()
         self._thread = environment.start(self._work, "apply-thread")
 
@@ -93,10 +91,6 @@ class ApplyThread:
                 ErrorCode.DRAINING, "an update failed half-way; the shard stops, and recovers when it starts"
             )
 
-    def all_or_stop(self) -> AbstractContextManager[None]:
-        """Stop the shard if the block, a journaled change, fails with another error than :class:`Rejected`."""
-        return self._whole_changes
-
     def fail(self, error: BaseException) -> None:
         """Run no job any more, because a change has failed half-way; raises :class:`Rejected` (``DRAINING``)."""
         first, self.failed = not self.failed, True
@@ -133,17 +127,3 @@ def run_into(future: "Future[Any]", job: Callable[[], Any]) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
-
-
-class _WholeChanges(AbstractContextManager[None]):
-    """A context whose failure, but a refusal, ends the thread's work."""
-
-    def __init__(self, apply_thread: ApplyThread) -> None:
-        self._apply_thread = apply_thread
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None and not isinstance(error, Rejected):
-            self._apply_thread.fail(error)

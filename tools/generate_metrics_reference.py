@@ -9,8 +9,7 @@ from pathlib import Path
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
 
-from psservice.observability.metrics import Metrics
-from psservice.observability.request_metrics import ReadMetric, RequestHistogram
+from psservice.observability.metrics import Metrics, ReadMetric, RequestHistogram
 from tools.generated import keep
 
 TARGET = Path(__file__).parent.parent / "docs" / "reference" / "metrics.md"

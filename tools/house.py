@@ -45,7 +45,7 @@ ROOMS = {
         ["apply_thread", "membership"],
         ["state"],
         ["data_leases"],
-        ["storage", "wire"],
+        ["storage"],
         ["observability"],
         ["replies"],
         ["model"],

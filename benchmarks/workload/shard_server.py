@@ -21,8 +21,8 @@ from psservice.shard.lifecycle import open_shard
 from psservice.shard.model_install import finish_upload, open_upload
 from psservice.shard.pull import pull
 from psservice.shard.push import check_push, prepare_push
+from psservice.state.push_stream import read_all, read_push
 from psservice.values import Identity, PushAnswer
-from psservice.wire.push_stream import read_all, read_push
 
 _LEASE_SECONDS = 3600.0
 

@@ -76,6 +76,8 @@ def merge(span: Span, segments: Iterable[SparseSlice]) -> SparseSlice | None:
     parts = [segment for segment in segments if segment.entries]
     if not parts:
         return None
+    if len(parts) == 1 and parts[0].offsets is not None and parts[0].span.start == span.start:
+        return SparseSlice(span, parts[0].offsets, parts[0].values)
     values = _concatenated([part.values for part in parts])
     if all(part.offsets is None for part in parts) and values.numel() == span.length:
         return SparseSlice(span, None, values)
@@ -93,8 +95,6 @@ def _concatenated(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def _offsets_within(parts: list[SparseSlice], span: Span) -> torch.Tensor:
     """Return the offsets of all parts, counted from the start of ``span``."""
-    if len(parts) == 1 and parts[0].offsets is not None and parts[0].span.start == span.start:
-        return parts[0].offsets
     device = parts[0].values.device
     joined = torch.empty(entries(parts), dtype=torch.int64, device=device)
     first = 0

@@ -21,8 +21,7 @@ from psservice.data_leases.dataset import (
     SampleRequest,
     Share,
 )
-from psservice.values import Identity
-from psservice.wire.identity import require_name
+from psservice.values import Identity, require_name
 
 
 def sample_request_of(request: pb.LeaseSamplesRequest) -> SampleRequest:

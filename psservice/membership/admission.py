@@ -1,5 +1,6 @@
 """Which pushes are admitted, by staleness and lead; each rule is off at 0 (docs/reference/protocol.md)."""
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -55,3 +56,29 @@ class Admission:
 def _lead(pace: Pace) -> int:
     """Count how many pushes a worker would be ahead of the slowest after its next one."""
     return pace.clock + 1 - pace.slowest
+
+
+class DrainGate:
+    """Counts the calls inside its context, and refuses new changes while ``is_closed``, set from any thread.
+
+    A caller enters before it asks whether the gate is open. So once the gate is closed and the count is zero, no
+    worker changes the shard any more.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.in_flight = 0
+        self.is_closed = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self.in_flight += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self.in_flight -= 1
+
+    def require_open(self) -> None:
+        """Raise :class:`Rejected` (``DRAINING``) while the gate is closed."""
+        if self.is_closed:
+            raise Rejected(ErrorCode.DRAINING, "the server is drained, or stopping")

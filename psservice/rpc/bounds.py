@@ -18,7 +18,7 @@ from pscore.wire.histories import MOST_ORIGINS
 from pscore.wire.messages import LARGEST_RATE, MOST_TENSORS
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.data_leases.dataset import MOST_EPOCHS, MOST_SAMPLES, MOST_SIZE
-from psservice.wire.identity import require_name
+from psservice.values import require_name
 
 _WAIT = (0.0, 3600.0)  # seconds of one call; a worker that waits longer calls again
 _LONGEST_BAN_SECONDS = 7 * 24 * 3600.0

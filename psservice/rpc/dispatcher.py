@@ -31,18 +31,24 @@ from psservice.rpc.calls import (
     RULES,
     SERVICE,
     Answer,
+    Answers,
     Call,
     Handler,
     Lane,
     LastStep,
     StreamReader,
+    begin,
+    feed,
+    feed_and_finish,
+    finish,
+    more,
     parse,
+    reply_to,
     require_place,
 )
 from psservice.rpc.memory_budget import MemoryBudget, received_bytes
 from psservice.rpc.open_call import OpenCall, Pool, StalledError, fetch_error
 from psservice.rpc.penalty import Penalty, is_fault
-from psservice.rpc.work import Answers, begin, feed, feed_and_finish, finish, more, reply_to
 from psservice.shard.shard import Shard
 from psservice.values import Identity
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from pscore.telemetry import tracing
+from pscore.telemetry.span import NO_SPAN
 from pscore.wire.errors import Rejected
 from psservice.apply_thread import run_into
 from psservice.rpc.calls import Call, Lane, Rule
@@ -110,7 +111,8 @@ class OpenCall:
         done: asyncio.Future[Result] = self.loop.create_future()
         self.pool.at_work += 1
         try:
-            future = self.call.span.run((executor or self.pool).submit, work)
+            submit, span = (executor or self.pool).submit, self.call.span
+            future = submit(work) if span is NO_SPAN else span.run(submit, work)
             future.add_done_callback(lambda ended: self.loop.call_soon_threadsafe(_copy, ended, done))
             try:
                 return await done

@@ -5,7 +5,7 @@ import time
 from pscore.model.layout import Span
 from pscore.version import __version__
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.membership.member import Member
+from psservice.membership.leases import Member
 from psservice.observability.metrics import Metrics
 from psservice.replies.reply_session import ReplyMode
 from psservice.rpc.certificates import ServerCertificates

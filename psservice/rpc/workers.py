@@ -1,7 +1,7 @@
 """The calls of workers: messages to calls of the shard and back, and nothing else.
 
 A handler runs in a thread of its lane, on messages that :func:`psservice.rpc.calls.check` has accepted. One that reads
-a stream is a generator (:mod:`psservice.wire.push_stream`); until its first message it runs on the event loop and must
+a stream is a generator (:mod:`psservice.state.push_stream`); until its first message it runs on the event loop and must
 not wait.
 """
 
@@ -28,7 +28,7 @@ from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message, place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.awaiting import NotYetError
 from psservice.data_leases.codec import answer_to_message, finished_of, sample_request_of
-from psservice.membership.member import Member
+from psservice.membership.leases import Member
 from psservice.replies.reply_session import PullRequest, Reply
 from psservice.rpc.calls import Call, LastStep, require_place
 from psservice.rpc.memory_budget import MemoryBudget, Reservation, default_limit, largest_stream
@@ -43,9 +43,8 @@ from psservice.shard.push import check_push, prepare_push
 from psservice.shard.shard import Shard
 from psservice.shard.upload import Upload
 from psservice.shard.waiting import is_over, wait_for_all
-from psservice.values import Identity
-from psservice.wire.identity import identity_from_message
-from psservice.wire.push_stream import Reading, header_of, read_push, require_end
+from psservice.state.push_stream import Reading, header_of, read_push, require_end
+from psservice.values import Identity, identity_from_message
 
 _MOST_NAMES = 1000  # of workers, in an answer
 
@@ -201,7 +200,8 @@ class WorkerCalls:
             identity = self._identify(call, header.identity)
             reservation.belongs_to(identity.worker_id)
             call.on_received = partial(shard.leases.received, identity)
-            receiving = tracing.begin("receive")
+            if call.span is not NO_SPAN:
+                receiving = tracing.begin("receive")
             member = check_push(shard, identity, header.step)
             if header.finished:
                 finished_of(header)  # refused here, before the rest of it is received
@@ -212,7 +212,8 @@ class WorkerCalls:
                 accept, lambda: call.arrived_nanoseconds, lambda: call.values
             )
         finally:
-            receiving.end()
+            if receiving is not NO_SPAN:
+                receiving.end()
         apply = prepare_push(shard, header, entries, call.raw or ())
 
         def last_step() -> pb.PushSparseResponse:

@@ -7,8 +7,7 @@ from psservice.shard.lifecycle import close_rounds_after_leave, end_if_over
 from psservice.shard.shard import Shard
 from psservice.state.run import RunState
 from psservice.state.v1 import journal_pb2 as rec
-from psservice.values import Identity
-from psservice.wire.identity import identity_to_message
+from psservice.values import Identity, identity_to_message
 
 log = logging.getLogger(__name__)
 

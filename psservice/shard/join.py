@@ -9,7 +9,7 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch
 from pscore.wire.messages import first_difference, layout_from_message, layout_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.membership.member import Member
+from psservice.membership.leases import Member
 from psservice.model.training_mode import TrainingMode
 from psservice.shard import model_install
 from psservice.shard.lifecycle import close_rounds_after_leave, end_left_workers

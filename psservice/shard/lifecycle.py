@@ -155,13 +155,13 @@ def _end(shard: Shard, by: tuple[Identity, int] | None = None) -> None:
 
     If the run has ended and that model could not be written, write it again: a full disk may have room by now.
     """
-    synchronizer = shard.require_synchronizer(None)
-    model = synchronizer.model
+    model = shard.require_model(None)
     if shard.run.is_finished:
         if shard.final_model.has_failed:
             shard.final_model.begin(shard.copy_now, shard.run.run_id)
         return
-    synchronizer.close()
+    if shard.synchronizer is not None:
+        shard.synchronizer.close()
     shard.commit(rec.Finished())
     shard.last_push = by
     log.info("run finished", extra={"version": model.version, "samples": shard.run.samples})

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.frames import WireForm
-from psservice.membership.member import Member
+from psservice.membership.leases import Member
 from psservice.replies.exact_reply import Reserve
 from psservice.replies.reply_session import PullRequest, Reply, ReplyMaker
 from psservice.shard.lifecycle import close_due_rounds
@@ -25,10 +25,12 @@ def pull(
             ErrorCode.BAD_REQUEST, f"base_end is {request.base_end}; it must be an index that the shard owns"
         )
     close_due_rounds(shard)
-    if shard.synchronizer is not None and shard.run.state is RunState.TRAINING:
-        shard.synchronizer.require_closed(member.identity.worker_id)
-    synchronizer = shard.require_synchronizer(generation)
-    model, base_version = synchronizer.model_for(member, request.base_version, request.acknowledged)
+    synchronizer = shard.synchronizer  # of the model that is served; a worker hears of another one only after that
+    if synchronizer is not None and shard.run.state is RunState.TRAINING:
+        synchronizer.require_closed(member.identity.worker_id)
+    model, base_version = shard.require_model(generation), request.base_version
+    if synchronizer is not None:
+        model, base_version = synchronizer.model_for(member, base_version, request.acknowledged)
     form = WireForm(
         allowed=member.worker.index_codecs, link_bytes_per_second=_link_class(request.link_bytes_per_second)
     )

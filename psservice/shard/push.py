@@ -7,7 +7,7 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.data_leases.codec import finished_of
 from psservice.data_leases.dataset import Share
-from psservice.membership.member import Member
+from psservice.membership.leases import Member
 from psservice.model.parameters import on_device
 from psservice.shard.lifecycle import end_if_over
 from psservice.shard.shard import Shard
@@ -15,8 +15,7 @@ from psservice.state.records import places_of, worker_of
 from psservice.state.run import RunState, added
 from psservice.state.v1 import journal_pb2 as rec
 from psservice.storage.journal_format import Body
-from psservice.values import Identity, PushAnswer
-from psservice.wire.identity import identity_from_message
+from psservice.values import Identity, PushAnswer, identity_from_message
 
 
 def check_push(shard: Shard, identity: Identity, step: int) -> Member:
@@ -27,7 +26,8 @@ def check_push(shard: Shard, identity: Identity, step: int) -> Member:
     shard.drain_gate.require_open()
     member = shard.leases.require(identity)
     if step > shard.state.pushes.find(identity).step and shard.run.state is RunState.TRAINING:
-        _require_in_step(shard, member)
+        if shard.admission.ssp_bound:
+            _require_in_step(shard, member)
         if shard.synchronizer is not None:
             shard.synchronizer.require_turn(identity)
     return member
@@ -75,8 +75,10 @@ def _push(
     if had_none:
         shard.tell_shards()
     shard.metrics.observe_push(answer, shard.require_model(None).version)
-    shard.require_synchronizer(None).close_if_due()
-    end_if_over(shard, (identity, header.step))
+    if shard.synchronizer is not None:
+        shard.synchronizer.close_if_due()
+    if shard.run.has_end or shard.ends_with is not None:
+        end_if_over(shard, (identity, header.step))
     return answer, False
 
 
@@ -84,18 +86,19 @@ def _decide(shard: Shard, member: Member, header: pb.PushHeader, finished: Mappi
     """Admit a new push, and return its record; raises :class:`Rejected`. Nothing is changed but WAGMA's members."""
     identity, state = member.identity, shard.state
     shard.run.require_open()
-    synchronizer = shard.require_synchronizer(header.generation)
-    model = synchronizer.model
+    model = shard.require_model(header.generation)
     if header.base_version > model.version:
         raise Rejected(
             ErrorCode.VERSION_IN_FUTURE, f"base version {header.base_version}, the server has {model.version}"
         )
-    synchronizer.require_acceptable(identity, header.step)
+    if shard.synchronizer is not None:
+        shard.synchronizer.require_acceptable(identity, header.step)
     own = state.pushes.find(identity).own.since(header.generation, header.base_version)
     staleness = model.version - header.base_version - own
     # A flush has no samples, and is the last chance of its entries.
     shard.admission.require_fresh(staleness, in_rounds=model.round is not None and header.samples > 0)
-    _require_in_step(shard, member)
+    if shard.admission.ssp_bound:
+        _require_in_step(shard, member)
     if finished:  # in a run that leases samples; refused here if they cannot be finished
         state.datasets.finish(identity, finished)
     return rec.Pushed(
@@ -113,5 +116,4 @@ def _decide(shard: Shard, member: Member, header: pb.PushHeader, finished: Mappi
 
 
 def _require_in_step(shard: Shard, member: Member) -> None:
-    if shard.admission.ssp_bound:
-        shard.admission.require_in_step(lambda: shard.leases.pace(member))
+    shard.admission.require_in_step(lambda: shard.leases.pace(member))

@@ -18,8 +18,7 @@ from pscore.wire.errors import ErrorCode, Rejected
 from psservice.apply_thread import ApplyThread
 from psservice.durability.durability import Durability, Prepared
 from psservice.durability.final_model import FinalModel, ModelCopy
-from psservice.membership.admission import Admission
-from psservice.membership.drain_gate import DrainGate
+from psservice.membership.admission import Admission, DrainGate
 from psservice.membership.leases import Leases, ServingClock
 from psservice.model.parameters import ModelShard
 from psservice.observability.metrics import Metrics
@@ -62,7 +61,7 @@ class Shard:
 
     Attributes:
         state: what snapshots and records keep, and what records alone change.
-        synchronizer: synchronizes the pushes to the model; ``None`` before the upload.
+        synchronizer: of rounds or groups; ``None`` in an asynchronous run, and before the upload.
         news: a number that differs once there are news for the other shards; see :meth:`tell_shards`.
         rollback: that is prepared, while the shard holds.
         last_push: that ended the run on shard 0: its worker and step.
@@ -147,23 +146,21 @@ class Shard:
     def is_alone(self, identity: Identity) -> bool:
         """Tell whether there is no model and no worker but this one, which may then change what was agreed on."""
         return (
-            self.synchronizer is None
+            self.model is None
             and not self.installing
             and all(member.identity == identity for member in self.leases.members())
         )
 
-    def require_synchronizer(self, generation: int | None) -> Synchronizer:
-        """Return the synchronizer; raises :class:`Rejected` if there is no model, or one of another generation."""
-        if self.synchronizer is None:
-            raise Rejected(ErrorCode.NOT_INITIALISED, "no worker has uploaded a model yet")
-        ours = self.synchronizer.model.generation
-        if generation is not None and generation != ours:
-            raise Rejected(ErrorCode.STALE_GENERATION, f"the caller has generation {generation}, the server {ours}")
-        return self.synchronizer
-
     def require_model(self, generation: int | None) -> ModelShard:
-        """Return the model; raises as :meth:`require_synchronizer`."""
-        return self.require_synchronizer(generation).model
+        """Return the model; raises :class:`Rejected` if there is none, or one of another generation."""
+        model = self.state.model
+        if model is None:
+            raise Rejected(ErrorCode.NOT_INITIALISED, "no worker has uploaded a model yet")
+        if generation is not None and generation != model.generation:
+            raise Rejected(
+                ErrorCode.STALE_GENERATION, f"the caller has generation {generation}, the server {model.generation}"
+            )
+        return model
 
     def commit(self, record: Record, update: SparseSlice | None = None, messages: Body = EMPTY) -> PushAnswer | None:
         """Write a record down, then apply it; on the apply thread. ``messages`` are those of a push's stream.
@@ -171,8 +168,13 @@ class Shard:
         Raises :class:`Rejected`: ``NOT_DURABLE`` if the record cannot be written, or what the state refuses.
         """
         self.durability.records.append(record, messages)
-        with self.apply_thread.all_or_stop():
+        try:
             answer = self.state.apply(record, update)
+        except Rejected:
+            raise
+        except BaseException as error:  # it is written down already
+            self.apply_thread.fail(error)
+            raise
         if answer is None:
             self.leases.waiters.wake()
         return answer

@@ -1,7 +1,7 @@
-"""How the pushes of several workers are synchronized: not at all, in rounds, or in the groups of WAGMA-SGD.
+"""How the pushes of several workers are synchronized: in rounds, or in the groups of WAGMA-SGD.
 
-Each shard decides for itself. A decision is a record of the journal. A call whose round is open waits, without a
-thread, for the round's close (:mod:`psservice.awaiting`).
+An asynchronous run has no synchronizer. Each shard decides for itself. A decision is a record of the journal. A call
+whose round is open waits, without a thread, for the round's close (:mod:`psservice.awaiting`).
 """
 
 from collections.abc import Callable
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.apply_thread import ApplyThread
 from psservice.awaiting import NotYetError
-from psservice.membership.leases import Leases
-from psservice.membership.member import Member
+from psservice.membership.leases import Leases, Member
 from psservice.model.parameters import ModelShard
 from psservice.model.synchronous_rounds import SynchronousRound
 from psservice.model.wagma.replicas import GroupedShard, Replica
@@ -26,7 +25,7 @@ _MOST_STEP_AHEAD = 1 << 32
 
 @dataclass(frozen=True)
 class Synchronizer:
-    """Asynchronous training: every push is applied as it comes. The subclasses override what differs.
+    """What rounds and groups have in common; the subclasses override what differs.
 
     :meth:`require_acceptable`, :meth:`close_if_due` and :meth:`close` run on the apply thread. A refusal is
     ``ROUND_OPEN`` if a worker has to wait for a round, else ``BAD_REQUEST`` or ``NOT_DURABLE``.
@@ -175,11 +174,11 @@ def synchronizer_for(
     commit: Callable[[Record], object],
     apply_thread: ApplyThread,
     metrics: Metrics,
-) -> Synchronizer:
-    """Return the synchronizer that a model needs."""
+) -> Synchronizer | None:
+    """Return the synchronizer that a model needs; ``None`` if every push is applied as it comes."""
     parts = (leases, commit, apply_thread, metrics)
     if isinstance(model, GroupedShard):
         return WagmaSynchronizer(model, *parts)
     if model.round is not None:
         return RoundSynchronizer(model, *parts, model.round)
-    return Synchronizer(model, *parts)
+    return None

@@ -35,6 +35,7 @@ class Run:
         self._adopts = not run_id and not coordinator
         self.run_id = run_id or (secrets.token_hex(4) if coordinator else "")
         self.end_versions, self.end_samples = end_versions, end_samples
+        self.has_end = bool(end_versions or end_samples)
         self.state = RunState.EMPTY
         self.samples = 0
         self.method = ""

@@ -64,6 +64,7 @@ class Journal:
     Attributes:
         errors: failed attempts to write or to force to the disk, so far.
         healthy: whether the last record could be written, and nothing is broken.
+        waits: whether each record is forced to the disk before its event is told of.
         broken: why the contents of the disk are unknown, so that only a restart, which reads them, helps; else empty.
     """
 
@@ -79,6 +80,7 @@ class Journal:
     ) -> None:
         self._environment, self._files, self._directory = environment, environment.files, directory
         self._fsync, self._interval_seconds = fsync, interval_seconds
+        self.waits = fsync == "always"
         self._on_health, self._lock_file = on_health, lock_file
         self.bytes_written = self.errors = 0
         self.broken, self.healthy = "", True
@@ -96,12 +98,8 @@ class Journal:
             with self._lock:
                 self._append(kind, body)
         finally:
-            self._tell()
-
-    @property
-    def waits(self) -> bool:
-        """Whether each record is forced to the disk before its event is told of."""
-        return self._fsync == "always"
+            if self._untold:
+                self._tell()
 
     def wait(self) -> None:
         """Wait until every record that was appended before this call is as durable as the mode promises."""
@@ -218,7 +216,8 @@ class Journal:
             ) from error
         self._size += size
         self.bytes_written += size
-        self._set_healthy(True)
+        if self._complained or not self.healthy:
+            self._set_healthy(True)
 
     def _note_progress(self, segment: int, appended: int, durable: int) -> None:
         if self._lock_file is not None:

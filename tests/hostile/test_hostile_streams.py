@@ -15,8 +15,8 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.rpc.workers import read_upload
 from psservice.shard.upload import Upload
+from psservice.state.push_stream import plan_of, read_all, read_push
 from psservice.values import Identity
-from psservice.wire.push_stream import plan_of, read_all, read_push
 from tests.hostile.mutation import mutate_bytes
 
 SHARD = Span(10, 110)

@@ -21,11 +21,11 @@ from psservice.shard.buffers_and_samples import exchange_buffers
 from psservice.shard.join import leave
 from psservice.shard.lifecycle import finish, open_shard
 from psservice.shard.push import prepare_push
+from psservice.state.push_stream import read_all, read_push
 from psservice.state.run import RunState
 from psservice.storage.files import DISK, StorageError
 from psservice.storage.journal import segment_numbers, segment_path
 from psservice.storage.journal_format import DamagedError
-from psservice.wire.push_stream import read_all, read_push
 from tests.psservice.service_makers import BF16, F16, F32, bits, layout_of, sparse_push
 from tests.psservice.shard_makers import ANNA, BERT, HOUR, join, lease, present, pull, push, reason_of, theta, upload
 from tests.system.tools import wait_until

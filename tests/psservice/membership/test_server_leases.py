@@ -5,8 +5,7 @@ import pytest
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.membership.leases import Leases, ServingClock
 from psservice.replies.reply_mode import ReplyRule
-from psservice.state.pushes import Pushes
-from psservice.state.staleness import OwnVersions
+from psservice.state.pushes import OwnVersions, Pushes
 from psservice.state.workers import Worker
 from psservice.values import Identity, PushAnswer
 

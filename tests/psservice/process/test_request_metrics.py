@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 
-from psservice.observability.metrics import Metrics
-from psservice.observability.request_metrics import RequestHistogram
+from psservice.observability.metrics import Metrics, RequestHistogram
 
 BOUNDS = (0, 0.5, 1, 2, 1000)
 

@@ -19,8 +19,8 @@ from psservice.rpc.calls import Call, check
 from psservice.rpc.memory_budget import MemoryBudget, decoded_bytes, largest_stream, received_bytes
 from psservice.rpc.workers import read_upload
 from psservice.shard.upload import Upload
+from psservice.state.push_stream import read_all, read_push
 from psservice.values import Identity
-from psservice.wire.push_stream import read_all, read_push
 from tests.psservice.service_makers import F32, layout_of
 
 MOST, WORKER, LARGEST = 100, 60, 50

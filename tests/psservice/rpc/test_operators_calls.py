@@ -12,7 +12,7 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.apply_thread import ApplyThread
 from psservice.data_leases.dataset import Plan, SampleRequest
-from psservice.membership.drain_gate import DrainGate
+from psservice.membership.admission import DrainGate
 from psservice.rpc.calls import handlers_of
 from psservice.rpc.operators import OperatorCalls
 from psservice.shard.buffers_and_samples import lease_samples, open_exchange

@@ -28,11 +28,11 @@ from psservice.shard.lifecycle import end_leases, finish, open_shard
 from psservice.shard.push import check_push, prepare_push
 from psservice.shard.rollback import roll_back
 from psservice.shard.waiting import wait_for_all
+from psservice.state.push_stream import read_all, read_push
 from psservice.state.records import KINDS, kind_of
 from psservice.state.v1 import journal_pb2 as rec
 from psservice.storage.environment import Environment
 from psservice.values import Identity
-from psservice.wire.push_stream import read_all, read_push
 from tests.psservice.durability.memory_disk import MemoryDisk
 from tests.psservice.durability.test_recovery import LAYOUT, START, stream, values
 from tests.psservice.service_makers import bits, sparse_push

@@ -1,1 +1,0 @@
-"""Messages that several rooms read: identities, names and pushes."""
