@@ -206,7 +206,7 @@ class Engine:
     def end_lookahead(self) -> None:
         """Give the parameters the bits that they had before the body, if one has begun."""
         self._is_ahead = False
-        self.always(self._look_back)
+        self.always(self._look_back, self.run.seconds_left)  # a call that waits for a silent server may be before it
 
     def _look_ahead(self) -> None:
         for each in self.selector.take_off_unsent():

@@ -212,7 +212,7 @@ def test_sigterm_ends_a_worker_that_waits_for_a_silent_server(what):
         assert worker.stdout.readline() == "joined\n"
         suspend(server.processes[0].pid)
         worker.send_signal(signal.SIGTERM)
-        _, log = worker.communicate(timeout=90)
+        _, log = worker.communicate(timeout=40)
         assert worker.returncode == 143, log
 
 
