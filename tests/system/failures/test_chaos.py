@@ -63,7 +63,7 @@ def test_a_flipped_bit_is_refused_or_nothing_rests_on_it(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_copies_and_mixed_backups_leave_no_wrong_replica_and_are_named(tmp_path):
-    words = ["--only", "backups", "--rounds", "1", "--workers", "2", "--output", str(tmp_path)]
+    words = ["--only", "backups", "--rounds", "1", "--workers", "2", "--pause", "0.1", "--output", str(tmp_path)]
     run = subprocess.run([sys.executable, "-m", "verify", *words], capture_output=True, text=True, timeout=590)
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads((tmp_path / "chaos.json").read_text())
