@@ -1,7 +1,7 @@
 """The state of a shard as a snapshot has it: a manifest and tensors, written and read."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -16,6 +16,7 @@ from psservice.apply_thread import ApplyThread
 from psservice.data_leases.codec import from_plain, to_plain
 from psservice.durability.checkpoints import Place, place_of
 from psservice.model.buffers import BufferAverage
+from psservice.model.copies import TensorCopy
 from psservice.model.parameters import ModelShard
 from psservice.model.training_mode import TrainingMode
 from psservice.model.wagma.replicas import shard_kind
@@ -33,8 +34,19 @@ from psservice.storage.manifest import Manifest
 from psservice.storage.snapshots import Snapshot
 from psservice.values import Identity
 
-Capture = tuple[Manifest, dict[str, torch.Tensor]]
-"""A shard at one version, copied: the manifest and the tensors of a snapshot."""
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A shard at one version: the manifest and open copies of the tensors of a snapshot. :meth:`close` must follow."""
+
+    manifest: Manifest
+    tensors: Mapping[str, TensorCopy]
+
+    def close(self) -> None:
+        """Keep nothing any more."""
+        for tensor in self.tensors.values():
+            tensor.close()
+
 
 THETA, BUFFER_PREFIX, MEMORY_PREFIX = "theta", "buffer.", "memory."
 """Names of a snapshot's tensors: the shard's parameters, fp32 ``[length]``, each buffer of the average, and what the
@@ -60,7 +72,7 @@ class DurableShard(Protocol):
 
 
 def capture(shard: DurableShard, state: ShardState, segment: int, checkpoint: str, newest: Place) -> Capture:
-    """Copy a shard's state, the present one or the next; on the apply thread.
+    """Open a copy of a shard's state, the present one or the next; on the apply thread.
 
     ``segment`` begins behind the copy, and ``newest`` is the shard's newest checkpoint.
     """
@@ -99,9 +111,9 @@ def capture(shard: DurableShard, state: ShardState, segment: int, checkpoint: st
         origins=[MessageToDict(each) for each in state.histories.origins],
         known_shards=[MessageToDict(each) for each in state.histories.known()],
     )
-    tensors = {THETA: model.current()}
-    tensors |= {f"{BUFFER_PREFIX}{name}": value for name, value in buffers.items()}
-    return manifest, tensors | {f"{MEMORY_PREFIX}{name}": value for name, value in memory.tensors.items()}
+    tensors = {f"{BUFFER_PREFIX}{name}": value for name, value in buffers.items()}
+    tensors |= {f"{MEMORY_PREFIX}{name}": value for name, value in memory.tensors.items()}
+    return Capture(manifest, {THETA: model.open_values(), **model.copies.open_all(tensors)})
 
 
 def restore(

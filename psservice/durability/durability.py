@@ -8,7 +8,7 @@ power cut could undo.
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import NamedTuple
 
 import torch
@@ -423,14 +423,12 @@ class Durability:
         return self._commit(self._prepare(copied), clean=clean)
 
     def _prepare(self, copied: Capture) -> Manifest:
-        manifest, tensors = copied
         data_dir = self._require_dir()
-        if (lost := data_dir.lost_file()) is not None:
-            raise StorageError(f"{lost} {_LOST}")
         started = self._environment.monotonic()
-        with self._counting_errors():
-            on_host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-            manifest = data_dir.prepare(manifest, on_host)
+        with closing(copied), self._counting_errors():
+            if (lost := data_dir.lost_file()) is not None:
+                raise StorageError(f"{lost} {_LOST}")
+            manifest = data_dir.prepare(copied.manifest, copied.tensors)
         self._shard.metrics.snapshot_write_seconds.set(self._environment.monotonic() - started)
         return manifest
 

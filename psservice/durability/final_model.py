@@ -2,8 +2,8 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -19,42 +19,27 @@ log = logging.getLogger(__name__)
 class ModelCopy:
     """A shard's values at one version, with the buffers; made on the apply thread, and read on any.
 
-    What has not been read yet is copied when the next update comes: so a copy of a model that rests occupies nothing.
     :meth:`close` must follow.
     """
 
     def __init__(self, model: ModelShard, buffers: modelfile.StateDict) -> None:
         self.model, self.version, self.buffers = model, model.version, buffers
-        self._lock = threading.Lock()
-        self._values, self._start = model.theta, model.span.start
-        self._read = self._start
-        if model.changes_by_updates_only:
-            model.before_update.append(self._keep)
-        else:
-            self._values = model.current()
-
-    @contextmanager
-    def reading(self, part: Span) -> Iterator[torch.Tensor]:
-        """Give the values of a part, fp32 ``[part.length]``, not copied, while updates wait; the parts ascend."""
-        with self._lock:
-            self._read = part.end
-            yield self._values[part.start - self._start : part.end - self._start]
+        self._values = model.open_values()
 
     def read(self, part: Span) -> torch.Tensor:
-        """Copy the values of a part, as :meth:`reading`."""
-        with self.reading(part) as values:
-            return values.clone()
+        """Copy the values of a part, fp32 ``[part.length]``."""
+        start = self.model.span.start
+        return self._values.read(part.start - start, part.end - start)
+
+    def read_on(self, part: Span) -> torch.Tensor:
+        """Copy the values of a part; those before its end are not read any more."""
+        values = self.read(part)
+        self._values.release(part.end - self.model.span.start)
+        return values
 
     def close(self) -> None:
         """Keep nothing any more."""
-        with suppress(ValueError):  # kept already
-            self.model.before_update.remove(self._keep)
-
-    def _keep(self) -> None:
-        """Copy what has not been read; on the apply thread, before an update."""
-        with self._lock:
-            self._values, self._start = self._values[self._read - self._start :].clone(), self._read
-        self.close()
+        self._values.close()
 
 
 class FinalModel:
@@ -100,8 +85,8 @@ class FinalModel:
         layout, span = copy.model.layout, copy.model.span
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            values = copy.read(span).cpu()
-            copy.close()
+            with closing(copy):
+                values = copy.read(span).cpu()
             if self._whole:
                 state = modelfile.assemble(layout, values, copy.buffers.values())
                 modelfile.write(path, state, metadata)

@@ -8,8 +8,8 @@ the log before its version is seen, so what was read too early is known (:mod:`p
 import logging
 import time
 from collections.abc import Callable, Collection
-from dataclasses import KW_ONLY, dataclass, replace
-from typing import ClassVar
+from contextlib import closing
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 import torch
 
@@ -19,6 +19,7 @@ from pscore.selection.cuda.launches import to_device
 from pscore.telemetry.tracing import traced
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.changelog import ChangeLog
+from psservice.model.copies import CopyOnWrite, TensorCopy
 from psservice.model.shared_results import SharedResults
 from psservice.model.synchronous_rounds import SynchronousRound
 from psservice.model.training_mode import TrainingMode
@@ -48,11 +49,8 @@ class ModelShard:
         densified: whether the last update was sparse and changed everything.
         changes: odd while ``theta`` and version change, and another number after each change.
         replies: exact replies of the present version, which callers share.
-        before_update: called, on the apply thread, before an update changes ``theta``.
-        changes_by_updates_only: whether ``theta`` is the model at its version, and nothing but updates changes it.
+        copies: the open copies of the parameters and of the state that :meth:`export` returns.
     """
-
-    changes_by_updates_only: ClassVar[bool] = True
 
     layout: ModelLayout
     span: Span
@@ -64,16 +62,19 @@ class ModelShard:
     mode: TrainingMode
     clock: Callable[[], float] = time.monotonic
     first_version: int = 0
+    copies: CopyOnWrite = field(default_factory=CopyOnWrite)
 
     def __post_init__(self) -> None:
         limit = max(1, int(self.settings.ledger_multiple * self.span.length))
         self.changelog = ChangeLog(self.span.length, limit, self.version)
         self.replies = SharedResults(4 * self.span.length)
         self.densified, self.changes = False, 0
-        self.before_update: list[Callable[[], None]] = []
-        rounds = self.mode.rounds
-        self.round = None if rounds is None else SynchronousRound(rounds, self.span, self.theta.device, self.clock)
+        rounds, overwrites = self.mode.rounds, self.copies.overwrites
+        self.round = None
+        if rounds is not None:
+            self.round = SynchronousRound(rounds, self.span, self.theta.device, self.clock, overwrites)
         self.rule = self.mode.rule(self.layout, self.span, self.theta)
+        self.rule.overwrites = overwrites
         self._undo_log = UndoLog(limit) if self.settings.delay_compensation else None
 
     @traced("apply")
@@ -100,9 +101,8 @@ class ModelShard:
 
     def apply(self, push: SparseSlice | None, context: PushContext = PLAIN) -> int:
         """Apply one update over the shard's span (``None``: it has no entries) and return the new version."""
-        for keep in [*self.before_update]:
-            keep()
         before = self._overwritten(push) if self._undo_log is not None else None
+        self.replies.clear()  # or what nobody reads any more would have its values kept
         self.changes += 1
         try:
             changed = self.rule.apply(push, context)
@@ -139,9 +139,14 @@ class ModelShard:
         if self.round is not None:
             self.round.begin_anew(dropped)
 
+    def open_values(self) -> TensorCopy:
+        """Open a copy of the parameters, fp32 ``[span.length]``."""
+        return self.copies.open(self.theta)
+
     def current(self) -> torch.Tensor:
-        """Return a copy of the parameters, fp32 ``[span.length]``."""
-        return self.theta.clone()
+        """Return the parameters, fp32 ``[span.length]``."""
+        with closing(self.open_values()) as values:
+            return values.read(0, self.span.length)
 
     @property
     def first_step(self) -> int:
@@ -157,7 +162,7 @@ class ModelShard:
         return self.mode.is_asynchronous and not self.rule.densifies
 
     def export(self) -> RuleState:
-        """Copy everything that later versions depend on beside the parameters."""
+        """Return all that later versions depend on beside the parameters: the tensors themselves, to be copied."""
         states = {name: part.export() for name, part in self._parts().items()}
         return RuleState(
             {name: dict(state.plain) for name, state in states.items()},
@@ -177,14 +182,14 @@ class ModelShard:
         parts = {"rule": self.rule, "round": self.round, "past": self._undo_log}
         return {name: part for name, part in parts.items() if part is not None}
 
-    def rounded(self, values: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the shard's values (fp32) rounded to the parameters' dtypes: those of an exact replica."""
-        copy = values.clone()
-        for dtype, run in self.layout.dtype_runs(self.span):
+    def rounded(self, values: torch.Tensor, part: Span | None = None) -> torch.Tensor:
+        """Round values of a part (fp32; all without it) to the parameters' dtypes, in place: an exact replica's."""
+        part = part or self.span
+        for dtype, run in self.layout.dtype_runs(part):
             if dtype != torch.float32:
-                view = copy[run.start - self.span.start : run.end - self.span.start]
+                view = values[run.start - part.start : run.end - part.start]
                 view.copy_(view.to(dtype))
-        return copy
+        return values
 
     def as_sent(self, whole: SparseSlice) -> list[SparseSlice]:
         """Cut values at changes of dtype and cast each piece to its parameters' dtype (``NON_FINITE``)."""

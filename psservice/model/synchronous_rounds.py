@@ -14,6 +14,7 @@ from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.rules.base import PLAIN, PushContext, RuleState
+from psservice.rules.changed import Overwrites
 
 _LARGEST_VALUE = 1e30  # sums of millions of these are finite
 _MOST_WORKERS = 1 << 20
@@ -46,13 +47,22 @@ class RoundSettings:
 class SynchronousRound:
     """The open round of a shard: the sum of its updates, and its contributors; ``clock`` returns seconds.
 
+    ``overwrites`` is told which elements of the exported tensors are about to change.
+
     Attributes:
         dropped: workers whose contribution a rollback has dropped and who have made none since; none waits for them.
         is_empty: whether no update at all is in the round.
     """
 
-    def __init__(self, settings: RoundSettings, span: Span, device: torch.device, clock: Callable[[], float]) -> None:
-        self._settings, self._span, self._clock = settings, span, clock
+    def __init__(
+        self,
+        settings: RoundSettings,
+        span: Span,
+        device: torch.device,
+        clock: Callable[[], float],
+        overwrites: Overwrites = lambda tensor, offsets: None,
+    ) -> None:
+        self._settings, self._span, self._clock, self._overwrites = settings, span, clock, overwrites
         self._sum = torch.zeros(span.length, dtype=torch.float32, device=device)
         self._touched = torch.zeros(span.length, dtype=torch.bool, device=device)
         self._opened = 0.0
@@ -90,6 +100,8 @@ class SynchronousRound:
             if bool(update.values.abs().max() > _LARGEST_VALUE):
                 raise Rejected(ErrorCode.NON_FINITE, f"a value above {_LARGEST_VALUE:g} is not taken into a round")
             where = slice(None) if update.offsets is None else update.offsets
+            for tensor in (self._sum, self._touched):
+                self._overwrites(tensor, update.offsets)
             self._sum[where] += update.values
             self._touched[where] = True
             self.is_empty = False
@@ -117,6 +129,8 @@ class SynchronousRound:
             mean = SparseSlice(self._span, None, self._sum / count)
         elif offsets.numel():
             mean = SparseSlice(self._span, offsets, self._sum[offsets] / count)
+        for tensor in (self._sum, self._touched):
+            self._overwrites(tensor, offsets)
         self._sum[offsets] = 0
         self._touched[offsets] = False
         rates = tuple(map(_mean, zip(*self._rates.values(), strict=True)))
@@ -129,7 +143,7 @@ class SynchronousRound:
         self.contributors = set()
 
     def export(self) -> RuleState:
-        """Copy the round."""
+        """Return the round: the tensors themselves, which later contributions change."""
         if not self.contributors and not self.dropped and self.is_empty:
             return RuleState()
         plain = {
@@ -139,7 +153,7 @@ class SynchronousRound:
             "rates": self._rates,
             "samples": self._samples,
         }
-        return RuleState(plain, {"sum": self._sum.clone(), "touched": self._touched.clone()})
+        return RuleState(plain, {"sum": self._sum, "touched": self._touched})
 
     def restore(self, state: RuleState) -> None:
         """Continue a round; its age begins anew."""

@@ -56,9 +56,9 @@ class UndoLog:
         return found
 
     def export(self) -> RuleState:
-        """Copy every record."""
-        tensors = {f"{record.version}.values": record.values.clone() for record in self._records}
-        tensors |= {f"{r.version}.support": r.changed.clone() for r in self._records if r.changed is not None}
+        """Return every record; nothing changes what records have."""
+        tensors = {f"{record.version}.values": record.values for record in self._records}
+        tensors |= {f"{r.version}.support": r.changed for r in self._records if r.changed is not None}
         return RuleState({"versions": [record.version for record in self._records]}, tensors)
 
     def restore(self, state: RuleState) -> None:

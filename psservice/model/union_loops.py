@@ -29,6 +29,20 @@ def mark(words, offsets):
 
 
 @compiled
+def mark_new(words, offsets, first, found):
+    """Set the bits of the offsets from ``first`` on; write those whose bits were not set, and return how many."""
+    count = 0
+    for i in range(offsets.size):
+        offset = offsets[i]
+        bit = np.uint64(1) << np.uint64(offset & 63)
+        if offset >= first and words[offset >> 6] & bit == _0:
+            words[offset >> 6] |= bit
+            found[count] = offset
+            count += 1
+    return count
+
+
+@compiled
 def gather(words, x, offsets, values):
     """Write the offsets of the bits that are set, ascending, and ``x`` there; without ``x`` offsets only.
 
@@ -52,5 +66,6 @@ def warm_up() -> None:
     offsets = np.zeros(1, np.int64)
     for dtype in (np.int32, np.int64):
         mark(words, np.zeros(1, dtype))
+    mark_new(words, offsets, 0, np.zeros(1, np.int32))
     gather(words, None, offsets, None)
     gather(words, x, offsets, values)

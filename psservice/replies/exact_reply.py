@@ -1,12 +1,14 @@
 """Exact replies: the values of everything that changed since a version, read beside the apply thread.
 
-While the values are read, pushes may change some of them. Each such push is in the change log by the time that the
-apply thread is asked for the version: there only what these pushes changed is read once more, and takes the place of
-what was read before. If nothing has changed, the apply thread is not asked. So the reply is the model at that version,
-bit for bit, and the apply thread is hardly held up.
+While the values of a sparse reply are read, pushes may change some of them. Each such push is in the change log by the
+time that the apply thread is asked for the version: there only what these pushes changed is read once more, and takes
+the place of what was read before. If nothing has changed, the apply thread is not asked. A dense reply is read from a
+copy of the model (:mod:`psservice.model.copies`) while it is sent. So the reply is the model at that version, bit for
+bit, and the apply thread is hardly held up.
 """
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -16,11 +18,11 @@ import torch
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice, entries
 from pscore.wire.frames import WireForm
-from psservice.model.changelog import gather, most_changed
+from psservice.model.changelog import gather, most_changed, union
+from psservice.model.copies import TensorCopy
 from psservice.model.parameters import ModelShard
 from psservice.replies import reply_loops
-from psservice.replies.shared_reply import DenseMessages, Messages, ReplyMessages, SharedReply
-from psservice.rules.changed import ChangedIndices
+from psservice.replies.shared_reply import DenseMessages, ReplyMessages, SharedReply
 
 Result = TypeVar("Result")
 
@@ -35,7 +37,7 @@ _NOTHING: Entries = torch.empty(0, dtype=torch.int64, device="cpu"), torch.empty
 SPARSE_ENTRY_BYTES = 24
 """Of an answer while it is made: int64 offset, fp32 value, and as they are written."""
 
-_DENSE_BYTES = 8  # an element of everything: the copy, and as it is written
+_PART_ELEMENTS = 1 << 18
 
 
 class ParameterThread(Protocol):
@@ -45,13 +47,25 @@ class ParameterThread(Protocol):
         """Run a job on that thread; raises :class:`Rejected` (``BUSY``)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """A copy of all values (fp32 ``[span.length]``) at ``version``; ``position`` is of the change log."""
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class ModelValues:
+    """A model's values at ``version``, copied as long as somebody has this; ``position`` is the change log's then."""
 
+    model: ModelShard
     position: int
     version: int
-    values: torch.Tensor
+    values: TensorCopy
+
+    def read(self, part: Span) -> torch.Tensor:
+        """Return the values of a part, fp32 ``[part.length]``."""
+        start = self.model.span.start
+        return self.values.read(part.start - start, part.end - start)
+
+    def parts(self, span: Span) -> Iterator[SparseSlice]:
+        """Read a part of the model piece by piece."""
+        for start in range(span.start, span.end, _PART_ELEMENTS):
+            part = Span(start, min(span.end, start + _PART_ELEMENTS))
+            yield SparseSlice(part, None, self.read(part))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,84 +89,82 @@ class ExactReplies:
         base = None if changes is None else base  # everything is sent, whatever the base is
 
         def make() -> SharedReply:
-            self.reserve(exact_bytes(changes if had.end == model.span.end else None, model.span.length))
-            found = None if changes is None or had.end < model.span.end else gather(changes, model.theta)
-            if found is None:
-                return self.of(self.whole(), base, had, form)
-            now, version, late = self._late(before, position)
-            if late is None:  # everything has changed meanwhile
-                return self.of(self.whole(), base, had, form)
-            return self.reply(now, version, [SparseSlice(model.span, *_merged(found, late))], form)
+            most = most_changed(changes, model.span.length)
+            if changes is None or most is None or had.end < model.span.end:
+                return self.of(self.copy(), base, had, form)
+            self.reserve(SPARSE_ENTRY_BYTES * most)
+            found = gather(changes, model.theta)
+            late = None if found is None else self._late(before, position)
+            if found is None or late is None:  # everything has changed meanwhile
+                return self.of(self.copy(), base, had, form)
+            now, version, values = late
+            return self.sparse(now, version, [SparseSlice(model.span, *_merged(found, values))], form)
 
         return model.replies.get((base, had.end, form), position, make)
 
-    def whole(self) -> Whole:
-        """Copy all values at one version."""
-        before, position = self.model.changes, self.model.changelog.appended
-        values = self.model.theta.clone()
-        now, version, late = self._late(before, position, values)
-        if late is not None and late[0].numel():
-            values[late[0]] = late[1]
-        return Whole(now, version, values)
+    def copy(self) -> ModelValues:
+        """Open a copy of all values."""
+        model = self.model
+        found = self.apply_thread.run(
+            lambda: ModelValues(model, model.changelog.appended, model.version, model.open_values())
+        )
+        weakref.finalize(found, found.values.close).atexit = False
+        return found
 
-    def of(self, whole: Whole, base: int | None, had: Span, form: WireForm) -> SharedReply:
-        """Build the reply from ``whole`` instead of the live parameters; never shared."""
-        model, values = self.model, whole.values
+    def of(self, copy: ModelValues, base: int | None, had: Span, form: WireForm) -> SharedReply:
+        """Build the reply from a copy instead of the live parameters; never shared."""
+        model = self.model
         changes = None if base is None else model.changelog.since(base)  # later ones too: the copy's values are sent
-        found = None if changes is None else gather(changes, values)
-        if found is None:
-            return self.reply(whole.position, whole.version, [SparseSlice(model.span, None, values)], form)
-        inside = SparseSlice(model.span, *found).clip(had)
-        rest = SparseSlice(model.span, None, values).clip(Span(had.end, model.span.end))
-        return self.reply(whole.position, whole.version, [each for each in (inside, rest) if each is not None], form)
+        changed = None if changes is None else union(changes, model.span.length)
+        if changed is None:
+            return self._dense(copy, form)
+        offsets = changed.to(model.theta.device).long()
+        inside = SparseSlice(model.span, offsets, copy.read(model.span)[offsets]).clip(had)
+        rest = Span(had.end, model.span.end)
+        slices = [] if inside is None else [inside]
+        if rest.length:
+            slices.append(SparseSlice(rest, None, copy.read(rest)))
+        return self.sparse(copy.position, copy.version, slices, form)
 
-    def _late(
-        self, before: int, position: int, everything: torch.Tensor | None = None
-    ) -> tuple[int, int, Entries | None]:
+    def _late(self, before: int, position: int) -> tuple[int, int, Entries] | None:
         """Return position and version now, and the values that changed after a position, on the apply thread.
 
-        ``before``: ``model.changes`` before the first value was read. If everything changed, the result has ``None``,
-        and ``everything`` is filled in instead.
+        ``before``: ``model.changes`` before the first value was read. ``None`` if everything has changed.
         """
         model = self.model
         version = model.version
         if before % 2 == 0 and model.changes == before:
             return position, version, _NOTHING
 
-        def read() -> tuple[int, int, Entries | None]:
+        def read() -> tuple[int, int, Entries] | None:
             changes = model.changelog.after(position)
-            if not changes and changes is not None:
+            if changes is None or (most := most_changed(changes, model.span.length)) is None:
+                return None
+            if not changes:
                 return position, model.version, _NOTHING
-            late = None
-            if changes is not None:
-                most = most_changed(changes, model.span.length)
-                self.reserve(SPARSE_ENTRY_BYTES * (most or 0))
-                late = gather(changes, model.theta)
-            if late is None and everything is not None:
-                everything.copy_(model.theta)
-            return model.changelog.appended, model.version, late
+            self.reserve(SPARSE_ENTRY_BYTES * most)
+            late = gather(changes, model.theta)
+            return None if late is None else (model.changelog.appended, model.version, late)
 
         return self.apply_thread.run(read)
 
-    def reply(self, position: int, version: int, slices: list[SparseSlice], form: WireForm) -> SharedReply:
+    def _dense(self, copy: ModelValues, form: WireForm) -> SharedReply:
+        model = self.model
+
+        def segments() -> Iterator[SparseSlice]:
+            for part in copy.parts(model.span):
+                yield from model.as_sent(part.cpu())
+
+        messages = DenseMessages(segments, form, self.chunk_bytes)
+        return SharedReply(copy.position, copy.version, model.span.length, True, 0, messages)
+
+    def sparse(self, position: int, version: int, slices: Sequence[SparseSlice], form: WireForm) -> SharedReply:
         """Return a reply of entries at a version, which is not shared."""
         # Cut and rounded on the host: a device would be waited for at each cut.
         segments = [segment for each in slices for segment in self.model.as_sent(each.cpu())]
-        sent = entries(segments)
-        is_dense = any(each.offsets is None and each.span == self.model.span for each in slices)
         nbytes = sum(4 * each.entries if each.offsets is None else 12 * each.entries for each in slices)
-        messages: Messages
-        if all(each.offsets is None for each in segments):
-            messages = DenseMessages(segments, form, self.chunk_bytes)
-        else:
-            messages = ReplyMessages(segments, form, self.chunk_bytes, 2 * nbytes)
-        return SharedReply(position, version, sent, is_dense, nbytes, messages)
-
-
-def exact_bytes(changes: Sequence[ChangedIndices] | None, size: int) -> int:
-    """Return the most bytes of an exact answer over these changes."""
-    most = most_changed(changes, size)
-    return _DENSE_BYTES * size if most is None else SPARSE_ENTRY_BYTES * most
+        messages = ReplyMessages(segments, form, self.chunk_bytes, 2 * nbytes)
+        return SharedReply(position, version, entries(segments), False, nbytes, messages)
 
 
 def _merged(found: Entries, late: Entries) -> Entries:

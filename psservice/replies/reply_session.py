@@ -192,11 +192,10 @@ class ReplyMaker:
 
             def rounded() -> torch.Tensor:
                 nonlocal shared
-                self.reserve(4 * size)
-                whole = exact.whole()
-                if shared.position != whole.position:
-                    shared = exact.of(whole, base, had, self.form)
-                return model.rounded(whole.values)
+                copy = exact.copy()
+                if shared.position != copy.position:
+                    shared = exact.of(copy, base, had, self.form)
+                return model.rounded(copy.read(model.span))
 
             session.room = self._topk_entries()
             image = self.topk.images.make(4 * size + _PENDING_ENTRY_BYTES * session.room, rounded)
@@ -267,19 +266,21 @@ class ReplyMaker:
 
     def _closing(self, image: torch.Tensor, changed_density: float) -> _Pending | None:
         """Send all differences from the image; ``None`` if the images have no room for a reply that is kept."""
-        model, size = self.model, self.model.span.length
-        self.reserve(9 * size)  # the values, those rounded, and where they differ
+        model = self.model
         exact = ExactReplies(model, self.apply_thread, self.topk.chunk_bytes, self.reserve)
-        whole = exact.whole()
-        rounded = model.rounded(whole.values)
-        differs = rounded.view(torch.int32) != image.view(torch.int32)  # bits, so that −0 is not taken for +0
-        count = int(differs.sum())
+        copy, slices = exact.copy(), list[SparseSlice]()
+        for part in copy.parts(model.span):
+            values = model.rounded(part.values, part.span)
+            of_replica = image[part.span.start - model.span.start : part.span.end - model.span.start]
+            differs = values.view(torch.int32) != of_replica.view(torch.int32)  # bits, so that −0 is not taken for +0
+            offsets = differs.nonzero().view(-1)
+            self.reserve(SPARSE_ENTRY_BYTES * offsets.numel())
+            if offsets.numel():
+                slices.append(SparseSlice(part.span, offsets, values[offsets]))
+        count = sum(each.entries for each in slices)
         if not self.topk.images.extend(image, _KEPT_ENTRY_BYTES * count):
             return None
-        self.reserve(SPARSE_ENTRY_BYTES * count)
-        offsets = differs.nonzero().view(-1)
-        slices = [SparseSlice(model.span, offsets, rounded[offsets])]
-        shared = exact.reply(whole.position, whole.version, slices, self.form)
+        shared = exact.sparse(copy.position, copy.version, slices, self.form)
         return _Pending(
             self._reply(ReplyMode.EXACT, shared.version, shared.entries, shared.messages, changed_density),
             self.request.acknowledged,

@@ -1,7 +1,7 @@
 """Exact replies that several workers share: read once, encoded once."""
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,23 +35,20 @@ class Messages(Protocol):
 
 
 class DenseMessages:
-    """Messages of all values of some ranges: written anew for each reader, so that only the values are kept.
+    """Messages of all values, which each reader reads anew, as it sends them: nothing is kept."""
 
-    A slow reader then keeps one copy of the values, not two; writing costs little more than a copy of the bytes.
-    """
-
-    def __init__(self, segments: Sequence[SparseSlice], form: WireForm, chunk_bytes: int) -> None:
+    def __init__(self, segments: Callable[[], Iterator[SparseSlice]], form: WireForm, chunk_bytes: int) -> None:
         self._segments, self._form, self._chunk_bytes = segments, form, chunk_bytes
         self.failed = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values."""
-        return sum(each.values.nbytes for each in self._segments)
+        """Nothing."""
+        return 0
 
     def __iter__(self) -> Iterator[bytes]:
         try:
-            yield from _write(self._segments, self._form, self._chunk_bytes)
+            yield from _write(self._segments(), self._form, self._chunk_bytes)
         except GeneratorExit:
             raise
         except BaseException:

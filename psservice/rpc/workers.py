@@ -172,17 +172,18 @@ class WorkerCalls:
                 )
             )
             checksum, size, end = frames.Checksum(), MessageSize(self._settings.chunk_bytes), model.span.start
+
+            def messages_of(part: Span) -> Iterator[bytes]:
+                for sent in model.as_sent(SparseSlice(part, None, copy.read_on(part).cpu())):
+                    for chunk, first in frames.chunks_without_values(sent, frames.WireForm(), size.nbytes):
+                        data = bytes_of(sent.values[first : first + chunk.count])
+                        checksum.add(chunk, data)
+                        yield chunk_message(chunk, data)
+                        size.sent(data.nbytes)
+
             while end < model.span.end:
                 part = Span(end, min(model.span.end, end + size.nbytes // 4))
-                messages = []
-                with copy.reading(part) as values:
-                    for sent in model.as_sent(SparseSlice(part, None, values)):
-                        for chunk, first in frames.chunks_without_values(sent, frames.WireForm(), size.nbytes):
-                            data = bytes_of(sent.values[first : first + chunk.count])
-                            checksum.add(chunk, data)
-                            messages.append(chunk_message(chunk, data))
-                            size.sent(data.nbytes)
-                yield from messages
+                yield from [*messages_of(part)]  # a client that stops reading leaves messages here, and no values
                 end = part.end
             for piece in frames.encode_bytes(pack(copy.buffers[s.name] for s in specs), self._settings.chunk_bytes):
                 yield pb.DownloadModelResponse(buffers=piece)

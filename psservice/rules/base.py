@@ -9,12 +9,12 @@ import torch
 
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
-from psservice.rules.changed import ChangedIndices
+from psservice.rules.changed import ChangedIndices, Overwrites
 
 
 @dataclass(frozen=True, slots=True)
 class RuleState:
-    """State that a shard with the same borders restores: values for JSON, and copies of tensors by name."""
+    """State that a shard with the same borders restores: values for JSON, and tensors by name."""
 
     plain: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -66,11 +66,13 @@ class UpdateRule(Protocol):
         kind: of the exported state.
         rates: the agreed learning rate of each param group; empty if the rule has none.
         densifies: whether a sparse push changes more than the entries that it names.
+        overwrites: is told which elements of the parameters and of the exported state are about to change.
     """
 
     kind: str
     rates: tuple[float, ...] = ()
     densifies: bool = False
+    overwrites: Overwrites = staticmethod(lambda tensor, offsets: None)
 
     @abstractmethod
     def apply(self, push: SparseSlice | None, context: PushContext = PLAIN) -> ChangedIndices:
@@ -80,7 +82,7 @@ class UpdateRule(Protocol):
         """
 
     def export(self) -> RuleState:
-        """Copy the rule's state."""
+        """Return the rule's state: the tensors themselves, which :meth:`apply` changes."""
         return RuleState()
 
     def restore(self, state: RuleState) -> None:

@@ -1,11 +1,16 @@
 """Which elements an update has changed."""
 
+from collections.abc import Callable
+
 import torch
 
 from pscore.model.sparse_slice import SparseSlice
 
 ChangedIndices = torch.Tensor | None
 """Offsets within the shard (int32 or int64, strictly increasing), or ``None`` for every element."""
+
+Overwrites = Callable[[torch.Tensor, torch.Tensor | None], None]
+"""Called before elements of a tensor change: those at offsets (int64, ascending) of the flat tensor, or all."""
 
 
 def changed_by(push: SparseSlice | None) -> ChangedIndices:

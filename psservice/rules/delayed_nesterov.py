@@ -81,6 +81,8 @@ class DelayedNesterov(UpdateRule):
         fits = added.isfinite().all() & stepped.isfinite().all()
         if (self._updates + 1) % self._every:
             _require(fits)
+            for tensor in (self._theta, self._state["sum"]):
+                self.overwrites(tensor, push.offsets)
             self._state["sum"][place], self._theta[place] = added, stepped
             changed = changed_by(push)
         else:
@@ -91,6 +93,8 @@ class DelayedNesterov(UpdateRule):
             theta[place] = stepped
             theta -= momentum * (self._lr * self._beta)
             _require(fits & momentum.isfinite().all() & theta.isfinite().all())
+            for tensor in (self._theta, *self._state.values()):
+                self.overwrites(tensor, None)
             self._state["momentum"].copy_(momentum)
             self._state["sum"].zero_()
             self._theta.copy_(theta)
@@ -99,8 +103,8 @@ class DelayedNesterov(UpdateRule):
         return changed
 
     def export(self) -> RuleState:
-        """Copy momentum, sum and the number of updates."""
-        return RuleState({"updates": self._updates}, {name: each.clone() for name, each in self._state.items()})
+        """Return momentum, sum and the number of updates."""
+        return RuleState({"updates": self._updates}, dict(self._state))
 
     def restore(self, state: RuleState) -> None:
         """Restore an exported state."""

@@ -88,6 +88,8 @@ class RMSprop(UpdateRule):
         factor = self._factor * self._alpha
         rates = np.array(context.group_rates or self.rates, np.float32)[self._groups]
         scalars = np.float32(factor), np.float32(1 - self._alpha), self._eps
+        for tensor in (self._theta, self._squares):
+            self.overwrites(tensor, push.offsets)
         if self._theta.is_cpu:
             offsets = None if push.offsets is None else push.offsets.numpy()
             arrays = self._theta.numpy(), self._squares.numpy(), offsets, push.values.numpy(), self._ends, rates
@@ -102,13 +104,14 @@ class RMSprop(UpdateRule):
             )
         self._updates, self._factor = self._updates + 1, factor
         if factor < _LEAST_FACTOR:
+            self.overwrites(self._squares, None)
             self._squares.mul_(factor)
             self._factor = 1.0
         return changed_by(push)
 
     def export(self) -> RuleState:
-        """Copy ``V``, its factor and the number of updates."""
-        return RuleState({"updates": self._updates, "factor": self._factor}, {"squares": self._squares.clone()})
+        """Return ``V``, its factor and the number of updates."""
+        return RuleState({"updates": self._updates, "factor": self._factor}, {"squares": self._squares})
 
     def restore(self, state: RuleState) -> None:
         """Restore an exported state."""

@@ -29,8 +29,10 @@ class Subtract(UpdateRule):
         if push is None:
             return changed_by(None)
         if push.offsets is not None:
+            self.overwrites(self._theta, push.offsets)
             fits = _subtract_at(self._theta, push.offsets, push.values)
         elif fits := not _is_large(push.values) or bool((self._theta - push.values).isfinite().all()):
+            self.overwrites(self._theta, None)
             self._theta.sub_(push.values)
         if not fits:
             raise Rejected(ErrorCode.NON_FINITE, "this push would take a parameter out of the range of fp32")

@@ -74,13 +74,13 @@ class TorchOptimizer(UpdateRule):
         return changed
 
     def export(self) -> RuleState:
-        """Copy the optimizer's state, tensors as ``PIECE.NAME``; the schedule follows from the number of updates."""
+        """Return the optimizer's state, tensors as ``PIECE.NAME``; the schedule follows from the number of updates."""
         tensors: dict[str, torch.Tensor] = {}
         plain: dict[str, dict[str, Any]] = {}
         for number, piece in enumerate(self._states()):
             for name, value in piece.state.items():
                 if isinstance(value, torch.Tensor):
-                    tensors[f"{number}.{name}"] = value.detach().clone()
+                    tensors[f"{number}.{name}"] = value
                 else:
                     plain.setdefault(str(number), {})[name] = value
         return RuleState({"updates": self._updates, "samples": self._samples, "state": plain}, tensors)
@@ -187,6 +187,9 @@ class TorchOptimizer(UpdateRule):
         for span, tensor in self._pieces:
             first = span.start - self._span.start
             tensor.grad = gradient[first : first + span.length].view(tensor.shape)
+        self.overwrites(self._theta, None)
+        for value in _tensors_of(optimizer):
+            self.overwrites(value, None)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -215,12 +218,15 @@ class TorchOptimizer(UpdateRule):
                 for name, value in optimizer.state[tensor].items()
             }
         stand_in.step()
+        self.overwrites(self._theta, offsets)
         self._theta[offsets] = values
         for tensor, (small, place) in sent.items():
             state = optimizer.state[tensor]
             for name, value in stand_in.state[small].items():
                 if _like(value, small):
-                    state.setdefault(name, torch.zeros_like(tensor)).view(-1)[place] = value
+                    mine = state.setdefault(name, torch.zeros_like(tensor))
+                    self.overwrites(mine, place)
+                    mine.view(-1)[place] = value
                 else:
                     state[name] = value
         touched = sorted((first, last) for first, last in bounds if first < last)  # groups need not follow the layout
@@ -242,6 +248,12 @@ class TorchOptimizer(UpdateRule):
                     return
             for group in self._optimizer.param_groups:
                 group["lr"] = sane_rate(group["lr"])
+
+
+def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an optimizer's state."""
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _like(value: object, tensor: torch.Tensor) -> bool:

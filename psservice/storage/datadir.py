@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from psservice.settings import ServerSettings
 from psservice.storage import snapshots
 from psservice.storage.environment import Environment
@@ -21,6 +19,7 @@ from psservice.storage.lock_file import LOCK_NAME, LockFile, Watermark
 from psservice.storage.manifest import Manifest
 from psservice.storage.recovery_source import RecordError, RecoverySource, newest_source
 from psservice.storage.snapshots import Snapshot
+from psservice.storage.tensor_file import StoredTensor
 
 log = logging.getLogger(__name__)
 
@@ -104,10 +103,10 @@ class DataDir:
         self._number = self._number + 1 if self._journal is None else self._journal.rotate()
         return self._number
 
-    def prepare(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> Manifest:
+    def prepare(self, manifest: Manifest, tensors: Mapping[str, StoredTensor]) -> Manifest:
         """Write a snapshot that no start finds before :meth:`commit`; return its sealed manifest.
 
-        Tensors are contiguous and on the host. Raises :class:`StorageError`.
+        Raises :class:`StorageError`.
         """
         try:
             return snapshots.prepare(self.files, self._snapshots, manifest, tensors)

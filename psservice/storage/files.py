@@ -13,7 +13,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from pscore.model.modelfile import save, sync
+from pscore.model.modelfile import sync
+from psservice.storage import tensor_file
+from psservice.storage.tensor_file import StoredTensor
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MOST_PARTS = 512  # of one writev; Linux takes 1024
@@ -115,9 +117,10 @@ class Files:
         """Write a whole file."""
         path.write_bytes(data)
 
-    def save_tensors(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write contiguous tensors on the host as a safetensors file."""
-        save(path, tensors)
+    def save_tensors(self, path: Path, tensors: Mapping[str, StoredTensor]) -> None:
+        """Write tensors as a safetensors file."""
+        with path.open("wb") as file:
+            tensor_file.write(file, tensors)
         path.chmod(0o644)
 
     def load_tensors(self, path: Path) -> dict[str, torch.Tensor]:

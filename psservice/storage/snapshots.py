@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from psservice.storage.files import Files, StorageError, discard
 from psservice.storage.formats import OtherReleaseError
 from psservice.storage.manifest import FileSeal, Manifest
+from psservice.storage.tensor_file import StoredTensor
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +49,8 @@ def name_of(manifest: Manifest) -> str:
     return f"{manifest.segment:012d}-v{manifest.version}"
 
 
-def prepare(files: Files, directory: Path, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> Manifest:
-    """Write a snapshot that has no name yet, and return its sealed manifest; tensors are contiguous and on the host.
+def prepare(files: Files, directory: Path, manifest: Manifest, tensors: Mapping[str, StoredTensor]) -> Manifest:
+    """Write a snapshot that has no name yet, and return its sealed manifest.
 
     Raises ``OSError``, and then nothing of it is left, unless the disk refuses to remove it too.
     """

@@ -1,7 +1,7 @@
 """A shard and a worker's replica without a network between them; every reply passes through real frames."""
 
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -64,6 +64,11 @@ def sparse_push(span, density, seed):
     if not offsets.numel():
         return None
     return SparseSlice(span, offsets, torch.randn(offsets.numel(), generator=generator))
+
+
+def cloned(state):
+    """Copy an exported state, whose tensors go on to change."""
+    return replace(state, tensors={name: tensor.clone() for name, tensor in state.tensors.items()})
 
 
 def bits(tensor):

@@ -7,13 +7,14 @@ and pulls of the worker are answered from it. The run's model is the mean of all
 import itertools
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from pscore.model.sparse_slice import SparseSlice
 from pscore.telemetry.tracing import traced
 from psservice.model.changelog import ALMOST_ALL
+from psservice.model.copies import TensorCopy, mean_of
 from psservice.model.parameters import ModelShard
 from psservice.model.training_mode import TrainingMode
 from psservice.model.wagma.group_rounds import Decision, Frozen, GroupRounds
@@ -52,8 +53,6 @@ class GroupedShard(ModelShard):
     Delays are not compensated.
     """
 
-    changes_by_updates_only: ClassVar[bool] = False
-
     def __post_init__(self) -> None:
         assert self.mode.groups is not None
         self.settings = replace(self.settings, delay_compensation=0.0)
@@ -69,11 +68,11 @@ class GroupedShard(ModelShard):
         """The number of a new worker's first push: that of the next iteration, so that every shard counts alike."""
         return self.rounds.newest + 2
 
-    def current(self) -> torch.Tensor:
-        """Return the mean over the workers' models; the last one if nobody takes part. fp32 ``[n]``."""
-        if self.replicas and not self._is_over:
-            self.theta.copy_(self._sum(self.replicas)).div_(len(self.replicas))
-        return self.theta.clone()
+    def open_values(self) -> TensorCopy:
+        """Open a copy of the mean over the workers' models; of the last one if nobody takes part. fp32 ``[n]``."""
+        if not self.replicas or self._is_over:
+            return super().open_values()
+        return mean_of([self.copies.open(self.replicas[worker].model.theta) for worker in sorted(self.replicas)])
 
     @traced("apply")
     def take(self, worker: str, push: SparseSlice | None, context: PushContext = PLAIN, step: int = 0) -> int:
@@ -101,6 +100,7 @@ class GroupedShard(ModelShard):
                 raise ValueError(f"{worker!r} takes no part")
             last = self.replicas.pop(worker)
             if not self.replicas:
+                self.copies.overwrites(self.theta, None)
                 self.theta.copy_(last.model.theta)
             self.rounds.leave(worker)
         elif decision.kind == "freeze":
@@ -120,7 +120,9 @@ class GroupedShard(ModelShard):
 
     def finish(self) -> None:
         """Set every model to the mean: the run is over, and there are no more rounds."""
-        self.current()
+        mean = self.current()
+        self.copies.overwrites(self.theta, None)
+        self.theta.copy_(mean)
         self._is_over = True
         self.begin_rounds_anew(())
         for replica in self.replicas.values():
@@ -128,7 +130,7 @@ class GroupedShard(ModelShard):
             replica.unsynced = next(self._replacements)
 
     def export(self) -> RuleState:
-        """Copy every worker's model, the sums for late workers, and the open rounds."""
+        """Return every worker's model, the sums for late workers, and the open rounds."""
         workers: list[dict[str, Any]] = []
         tensors: dict[str, torch.Tensor] = {}
         for number, (worker, replica) in enumerate(sorted(self.replicas.items())):
@@ -141,8 +143,8 @@ class GroupedShard(ModelShard):
                     "kept": {str(iteration): others.number for iteration, others in replica.late_for.items()},
                 }
             )
-            tensors[f"{number}.model"] = replica.model.theta.clone()
-            tensors |= {f"{number}.kept.{t}": others.total.clone() for t, others in replica.late_for.items()}
+            tensors[f"{number}.model"] = replica.model.theta
+            tensors |= {f"{number}.kept.{t}": others.total for t, others in replica.late_for.items()}
         return RuleState({"workers": workers, "rounds": self.rounds.export(), "is_over": self._is_over}, tensors)
 
     def restore(self, state: RuleState) -> None:
@@ -164,7 +166,14 @@ class GroupedShard(ModelShard):
     def _add(self, worker: str, incarnation: str, values: torch.Tensor, version: int) -> Replica:
         generation, settings, mode = self.generation, self.settings, TrainingMode()
         model = ModelShard(
-            self.layout, self.span, values, generation=generation, version=version, settings=settings, mode=mode
+            self.layout,
+            self.span,
+            values,
+            generation=generation,
+            version=version,
+            settings=settings,
+            mode=mode,
+            copies=self.copies,
         )
         self.replicas[worker] = Replica(model, incarnation)
         return self.replicas[worker]
@@ -197,7 +206,9 @@ class GroupedShard(ModelShard):
         everything = int(differs.count_nonzero()) > ALMOST_ALL * values.numel()
         changed = None if everything else differs.nonzero().view(-1).to(offset_dtype(self.span.length))
         # Values, log, version: a reader beside the apply thread must find a version's values, and its changes.
+        own.replies.clear()
         own.changes += 1
+        own.copies.overwrites(own.theta, None if changed is None else changed.long())
         own.theta.copy_(values)
         own.changelog.append(self.version, changed)
         own.version = self.version

@@ -5,6 +5,7 @@ import io
 
 import safetensors.torch
 
+from psservice.storage import tensor_file
 from psservice.storage.files import Files, Place
 
 SECTOR = 32  # smaller than any real one, so that records of a small model cross the borders of several
@@ -248,7 +249,9 @@ class MemoryDisk(Files):
         self.put(self._create(path), data)
 
     def save_tensors(self, path, tensors):
-        self.write(path, safetensors.torch.save(dict(tensors)))
+        file = io.BytesIO()
+        tensor_file.write(file, tensors)
+        self.write(path, file.getvalue())
 
     def load_tensors(self, path):
         with self.open(path) as file:

@@ -395,11 +395,31 @@ def test_an_upload_that_cannot_be_kept_is_not_taken(directory, monkeypatch):
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patched:
-            patched.setattr("psservice.storage.files.save", full)
+            patched.setattr("psservice.storage.tensor_file.write", full)
             assert reason_of(upload, shard, values(), ANNA, generation, buffers=START) is ErrorCode.NOT_DURABLE
         assert shard.model is None
         upload(shard, values(), ANNA, generation, buffers=START)
         assert shard.model is not None
+
+
+def test_a_snapshot_that_cannot_be_written_leaves_no_copy_open(directory, monkeypatch):
+    monkeypatch.setattr("psservice.model.copies._SMALL", 0)
+    with Shard(directory) as shard:
+        begin(shard)
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr("psservice.storage.tensor_file.write", full)
+            with pytest.raises(StorageError, match="No space"):
+                shard.durability.take()
+        for step in (1, 2):
+            send(shard, step, sparse_push(shard.span, 0.5, step))
+        assert shard.model.copies.nbytes == 0
+        shard.durability.take()
+        send(shard, 3, sparse_push(shard.span, 0.5, 3))
+        assert shard.model.copies.nbytes == 0
 
 
 def test_old_snapshots_go_and_the_journal_with_them(directory):

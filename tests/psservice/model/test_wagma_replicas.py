@@ -11,7 +11,7 @@ from psservice.model.changelog import union
 from psservice.model.wagma.group_rounds import Decision
 from psservice.rules.base import RuleState
 from tests.psservice.group_makers import LAYOUT, SIZE, all_push, dense, freeze_due, grouped, models, settings_of, sparse
-from tests.psservice.service_makers import bits
+from tests.psservice.service_makers import bits, cloned
 from tests.psservice.shard_makers import Clock
 
 
@@ -182,7 +182,7 @@ def test_what_makes_no_sense_is_no_decision():
 
 def test_states_that_do_not_fit_are_not_taken_over():
     shard = grouped(settings_of(), "a")
-    state = shard.export()
+    state = cloned(shard.export())
     broken = RuleState(state.plain, {name: tensor[:3] for name, tensor in state.tensors.items()})
     with pytest.raises(ValueError, match="does not fit"):
         grouped(settings_of()).restore(broken)
@@ -210,7 +210,7 @@ def test_a_copy_made_at_any_moment_goes_on_to_the_same_bits(history, late, cut):
 
     for number, (action, worker) in enumerate(history):
         if number == cut:
-            state = shard.export()
+            state = cloned(shard.export())
             copy = grouped(chosen, values=shard.current(), clock=Clock())
             copy.version = shard.version
             copy.restore(RuleState(json.loads(json.dumps(state.plain)), state.tensors))

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.frames import WireForm
 from psservice.model.changelog import gather
+from psservice.replies.exact_reply import ExactReplies
 from psservice.replies.reply_session import ReplyMode
 from tests.pscore.loop_makers import FORMS, run_as
 from tests.psservice.service_makers import (
@@ -192,7 +194,7 @@ def test_pushes_while_the_values_are_read_are_part_of_the_reply(
     number, history, jobs = itertools.count(seed), {}, []
 
     def note():
-        history[model.version] = server_bits(model), bits(model.rounded(model.theta))
+        history[model.version] = server_bits(model), bits(model.rounded(model.theta.clone()))
 
     def apply(densities):
         while densities:
@@ -290,3 +292,27 @@ def test_signed_zeros_arrive_as_they_are():
         link.base = None
         link.pull()
         assert replica_bits(link.replica, link.model.span) == server_bits(link.model)
+
+
+def test_two_dense_replies_occupy_what_pushes_overwrite_and_nothing_once_they_are_sent():
+    """Each is the model at its version, however slowly it is read, and no room for all of it is asked for."""
+    size = 10_000
+    layout = layout_of((size, F32))
+    model = shard_of(layout, torch.randn(size, generator=torch.Generator().manual_seed(5)))
+    form = WireForm(allowed=frozenset(), link_bytes_per_second=1.0)  # messages of one chunk
+
+    def refuse(nbytes):
+        raise Rejected(ErrorCode.BUSY, f"{nbytes} bytes")
+
+    with writing() as writer:
+        exact = ExactReplies(model, writer, 4096, refuse)
+        expected, begun, readers = [], [], []
+        for _ in range(2):
+            expected.append(b"".join(exact.since(None, model.span, form).messages))
+            readers.append(iter(exact.since(None, model.span, form).messages))
+            begun.append(next(readers[-1]))
+            writer.run(lambda: model.apply(SparseSlice(model.span, None, torch.ones(size))))
+        assert model.copies.nbytes == 2 * 4 * size
+        assert [head + b"".join(rest) for head, rest in zip(begun, readers, strict=True)] == expected
+        assert expected[0] != expected[1]
+        assert model.copies.nbytes == 0

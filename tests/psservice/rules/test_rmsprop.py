@@ -14,7 +14,7 @@ from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.training_mode import TrainingMode
 from psservice.rules import rmsprop
 from psservice.rules.base import PushContext
-from tests.psservice.service_makers import F32, bits, layout_of
+from tests.psservice.service_makers import F32, bits, cloned, layout_of
 
 LAYOUT = layout_of(((30, 20), F32), (7, F32), ((200, 4), F32))
 SIZE = LAYOUT.size
@@ -149,7 +149,7 @@ def test_what_would_leave_the_range_of_fp32_changes_nothing(bad, density):
     theta = random(0)
     rule, push = rule_of(said(lr=0.01), theta), push_of(1, density)
     rule.apply(push_of(2, 0.5))
-    before, state = theta.clone(), rule.export()
+    before, state = theta.clone(), cloned(rule.export())
     push.values[-1] = bad
     with pytest.raises(Rejected) as refusal:
         rule.apply(push)

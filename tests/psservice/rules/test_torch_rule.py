@@ -14,7 +14,7 @@ from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.training_mode import TrainingMode
 from psservice.replies.reply_session import ReplyMode
 from psservice.rules.optimizer_settings import ELEMENTWISE, LAZY, optimizers, schedulers
-from tests.psservice.service_makers import F32, bits, layout_of
+from tests.psservice.service_makers import F32, bits, cloned, layout_of
 from tests.psservice.shard_makers import ANNA, join, open_shards, pull, push, theta, upload
 
 LAYOUT = layout_of(((3, 4), F32), (5, F32), ((2, 2), F32))
@@ -228,7 +228,7 @@ def test_a_schedule_at_its_end_leaves_the_rate_where_it_is():
     for step in range(8):
         server.apply(dense(some_values(step)))
     again, restored = rule(said("SGD", schedule, lr=0.1), theta)
-    again.restore(server.export())
+    again.restore(cloned(server.export()))
     for each in (server, again):
         each.apply(dense(some_values(9)))
     assert bits(restored) == bits(theta)
@@ -395,7 +395,7 @@ def test_a_schedule_that_fails_late_leaves_the_rate_and_is_the_same_after_a_rest
     for _ in range(2100):
         mine.apply(push)
     again, there = rule(settings, theta)
-    again.restore(mine.export())
+    again.restore(cloned(mine.export()))
     mine.apply(push)
     again.apply(push)
     assert torch.equal(theta, there)
@@ -460,7 +460,7 @@ def test_a_schedule_leaves_the_warnings_of_the_process_as_they_are_and_gives_non
         first, _ = rule(said("Adam", scheduler, lazy=lazy, lr=0.1), some_values())
         first.apply(push)
         again, _ = rule(said("Adam", scheduler, lazy=lazy, lr=0.1), some_values())
-        again.restore(first.export())
+        again.restore(cloned(first.export()))
         again.apply(push)
     assert len(seen) > 4
     assert all(each == before for each in seen)

@@ -126,7 +126,7 @@ def test_a_refused_join_changes_nothing(way, tmp_path):
 
 @pytest.mark.parametrize(
     ("make", "written"),
-    [(empty, "os.writev"), (with_initial, "os.writev"), (with_initial, "psservice.storage.files.save")],
+    [(empty, "os.writev"), (with_initial, "os.writev"), (with_initial, "psservice.storage.tensor_file.write")],
 )
 def test_a_join_that_the_disk_refuses_changes_nothing(make, written, tmp_path, monkeypatch):
     with ExitStack() as stack:

@@ -4,8 +4,9 @@ The state is compared as a snapshot has it. Each history ends in kills at any mo
 its own, and no thread.
 """
 
+import math
 import random
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -94,12 +95,13 @@ class History:
         assert self.snapshot() == live
 
     def snapshot(self):
-        manifest, tensors = capture(self.shard, self.shard.state, 0, "", (0, 0))
-        plain = manifest.model_dump(exclude={"created_unix_seconds", "last_checkpoint"})
+        copied = capture(self.shard, self.shard.state, 0, "", (0, 0))
+        plain = copied.manifest.model_dump(exclude={"created_unix_seconds", "last_checkpoint"})
         for _, record in plain["pushes"]:
             if record["answer"]:
                 record["answer"]["apply_nanoseconds"] = 0
-        return plain, {name: bits(tensor) for name, tensor in tensors.items()}
+        with closing(copied):
+            return plain, {name: bits(each.read(0, math.prod(each.shape))) for name, each in copied.tensors.items()}
 
     # What happens
 

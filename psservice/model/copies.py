@@ -1,0 +1,253 @@
+"""Copies of tensors at one version, of which nothing is copied but what updates overwrite.
+
+Whoever changes a tensor names the elements first. While a copy is open, the values that these have are kept, each
+element's once. A copy takes an element's value from what was kept since the copy was opened, else from the tensor.
+Several copies share what is kept: a newer copy's values are an older one's too, if the older one has none.
+"""
+
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from psservice.model import union_loops
+from psservice.rules.changed import offset_dtype
+
+_SMALL = 4096
+"""Elements up to which a tensor is copied at once: counters, and what is less work to copy than to watch."""
+
+
+class TensorCopy(Protocol):
+    """A tensor's values at one version; read from any thread. :meth:`close` must follow."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...  # noqa: D102
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
+
+    def read(self, start: int, end: int) -> torch.Tensor:
+        """Return the elements ``[start, end)`` of the flat tensor, in memory of their own."""
+
+    def release(self, end: int) -> None:
+        """Note that no element before ``end`` is read any more."""
+
+    def close(self) -> None:
+        """Keep nothing for this copy any more."""
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """The values that were overwritten from the opening of some copies until the opening of the next ones."""
+
+    readers: int = 0
+    marks: NDArray[np.uint64] | torch.Tensor | None = None  # of each kept element a bit, on a device a bool
+    entries: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # ascending offsets, values
+    rest: tuple[int, torch.Tensor] | None = None  # every element from an offset on; counts where no entry does
+
+    @property
+    def nbytes(self) -> int:
+        entries = sum([offsets.nbytes + values.nbytes for offsets, values in [*self.entries]])
+        marks = 0 if self.marks is None else self.marks.nbytes
+        return entries + marks + (0 if self.rest is None else self.rest[1].nbytes)
+
+    def write_into(self, values: torch.Tensor, start: int) -> None:
+        """Overwrite what was read from a tensor from ``start`` on with what is kept of that."""
+        end = start + values.numel()
+        if self.rest is not None and end > self.rest[0]:
+            first, rest = self.rest
+            begin = max(first, start)
+            values[begin - start :] = rest[begin - first : end - first]
+        for offsets, kept in list(self.entries):
+            first, last = torch.searchsorted(offsets, offsets.new_tensor([start, end])).tolist()
+            if first < last:
+                values[offsets[first:last].long() - start] = kept[first:last]
+
+
+class _Watched:
+    """A tensor of which copies are open; ``kept`` has the oldest values first."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.flat = tensor.detach().view(-1)
+        self.kept: list[_Kept] = []
+        self.copies: set[_OpenCopy] = set()
+
+    def find_new(self, kept: _Kept, offsets: torch.Tensor, first: int) -> torch.Tensor:
+        """Mark elements, and return those from ``first`` on that had no mark."""
+        size = self.flat.numel()
+        if not self.flat.is_cpu:
+            if kept.marks is None:
+                kept.marks = torch.zeros(size, dtype=torch.bool, device=self.flat.device)
+            assert isinstance(kept.marks, torch.Tensor)
+            new = offsets[~kept.marks[offsets] & (offsets >= first)]
+            kept.marks[new] = True
+            return new.to(offset_dtype(size))
+        if kept.marks is None:
+            kept.marks = np.zeros(-(-size // 64), np.uint64)
+        found = torch.empty(offsets.numel(), dtype=offset_dtype(size), device="cpu")
+        loop = union_loops.mark_new.on(offsets.numel())
+        return found[: loop(kept.marks, offsets.long().numpy(), first, found.numpy())].clone()
+
+
+class CopyOnWrite:
+    """The open copies of a model's tensors. Changes are announced, and copies opened, on the apply thread alone."""
+
+    def __init__(self) -> None:
+        self._watched: dict[int, _Watched] = {}
+        self._lock = threading.RLock()  # garbage collection may close a copy under the lock
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept for open copies."""
+        with self._lock:
+            return sum([kept.nbytes for watched in [*self._watched.values()] for kept in [*watched.kept]])
+
+    def overwrites(self, tensor: torch.Tensor, offsets: torch.Tensor | None) -> None:
+        """Keep what open copies need of a tensor before elements change: those at ``offsets``, ascending, or all."""
+        if not self._watched or (watched := self._watched.get(id(tensor))) is None:
+            return
+        with self._lock:
+            if not watched.copies:  # closed meanwhile
+                return
+            kept, first = watched.kept[-1], min(copy.position for copy in [*watched.copies])
+        if kept.rest is not None:
+            return
+        if offsets is None:
+            rest = first, watched.flat[first:].clone()
+            with self._lock:
+                kept.rest = rest
+        elif (new := watched.find_new(kept, offsets, first)).numel():
+            entries = new, watched.flat[new]
+            with self._lock:
+                kept.entries.append(entries)
+
+    def open(self, tensor: torch.Tensor) -> TensorCopy:
+        """Open a copy of a tensor as it is."""
+        if tensor.numel() <= _SMALL or not tensor.is_contiguous():
+            return _Whole(tensor.detach().clone())
+        with self._lock:
+            watched = self._watched.setdefault(id(tensor), _Watched(tensor))
+            if not watched.kept or watched.kept[-1].entries or watched.kept[-1].rest is not None:
+                for sealed in watched.kept[-1:]:
+                    sealed.marks = None  # nothing is added to it any more
+                watched.kept.append(_Kept())
+            copy = _OpenCopy(self, watched, watched.kept[-1])
+            copy.kept.readers += 1
+            watched.copies.add(copy)
+            return copy
+
+    def open_all(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorCopy]:
+        """Open copies of tensors, by name."""
+        return {name: self.open(tensor) for name, tensor in tensors.items()}
+
+    def kept_since(self, copy: "_OpenCopy") -> list[_Kept]:
+        """Return what was kept since a copy was opened, the oldest first."""
+        with self._lock:
+            kept = copy.watched.kept
+            return kept[kept.index(copy.kept) :]
+
+    def close(self, copy: "_OpenCopy") -> None:
+        """Drop a copy, and what no other needs."""
+        with self._lock:
+            watched = copy.watched
+            if copy not in watched.copies:
+                return
+            watched.copies.remove(copy)
+            copy.kept.readers -= 1
+            while watched.kept and not watched.kept[0].readers:
+                watched.kept.pop(0)
+            if not watched.copies:
+                with suppress(KeyError):
+                    del self._watched[id(watched.tensor)]
+
+
+class _OpenCopy:
+    """A copy of a tensor that updates may change meanwhile."""
+
+    def __init__(self, owner: CopyOnWrite, watched: _Watched, kept: _Kept) -> None:
+        self._owner, self.watched, self.kept = owner, watched, kept
+        self.position = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.watched.flat.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.watched.tensor.shape)
+
+    def read(self, start: int, end: int) -> torch.Tensor:
+        values = self.watched.flat[start:end].clone()  # updates may change these, but keep what they were first
+        for kept in reversed(self._owner.kept_since(self)):
+            kept.write_into(values, start)
+        return values
+
+    def release(self, end: int) -> None:
+        self.position = max(self.position, end)
+
+    def close(self) -> None:
+        self._owner.close(self)
+
+
+class _Whole:
+    """A copy that was made at once."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._tensor.shape)
+
+    def read(self, start: int, end: int) -> torch.Tensor:
+        return self._tensor.reshape(-1)[start:end].clone()
+
+    def release(self, end: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Mean:
+    """See :func:`mean_of`."""
+
+    def __init__(self, copies: list[TensorCopy]) -> None:
+        self._copies = copies
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._copies[0].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._copies[0].shape
+
+    def read(self, start: int, end: int) -> torch.Tensor:
+        total = self._copies[0].read(start, end)
+        for copy in self._copies[1:]:
+            total.add_(copy.read(start, end))
+        return total.div_(len(self._copies))
+
+    def release(self, end: int) -> None:
+        for copy in self._copies:
+            copy.release(end)
+
+    def close(self) -> None:
+        for copy in self._copies:
+            copy.close()
+
+
+def mean_of(copies: list[TensorCopy]) -> TensorCopy:
+    """Return the mean of copies of equal shape, computed element by element in their order; it closes them."""
+    return _Mean(copies)
