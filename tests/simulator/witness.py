@@ -143,13 +143,14 @@ class Witness:
             return
         self._require_former(found)
         gone_back = found.version in self.restoring
-        index = max((state == found, i) for i, state in enumerate(self.states) if state.values == found.values)[1]
+        same = [(state == found, i) for i, state in enumerate(self.states) if state.values == found.values]
+        index = max(same)[1] if same else self.told  # of WAGMA not every state was seen
         lost = f"version {found.version}, told was {self.states[self.told].version}"
         require(gone_back or may_lose or index >= self.told, lost)
         unsure = {key for key, at in self._applied.items() if at > index}
         if not gone_back or may_lose:
             self._applied = {key: at for key, at in self._applied.items() if at <= index}
-            self._perhaps |= unsure if gone_back else set()
+            self._perhaps |= unsure if gone_back or not same else set()
         self._turn(found, generation)
 
     def _index_from_told(self, found):
