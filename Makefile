@@ -96,7 +96,7 @@ references: venv ## Write what is generated from the code: settings and metrics 
 	@for name in settings_reference metrics_reference configmap prometheus_rule; do \
 		$(VENV)/bin/python -m tools.generate_$$name || exit 1; done
 
-bench: venv ## Run the benchmarks and write runs/bench/report.html; QUICK=1 takes two minutes; ARGS="--base DIR" compares with another checkout
+bench: venv ## Run the benchmarks and write runs/bench/report.md; QUICK=1 takes two minutes; ARGS="--base DIR" compares with another checkout
 	@$(VENV)/bin/python -m benchmarks.bench $(if $(QUICK),--quick) $(ARGS)
 
 gpu: ## On a machine with a GPU: kernels, figures, tests, quickstart, in 20 minutes, into runs/gpu; ARGS=--plan says what it does

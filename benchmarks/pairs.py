@@ -108,8 +108,8 @@ def measurements(*, quick: bool) -> list[Measurement]:
             small,
             {
                 "wall_ms": "step(), 62 tensors, 177 k elements: wall, ms",
-                "thread_cpu_ms": "  the same: CPU of its thread, ms",
-                "cpu_ms": "  the same: CPU of worker and server, ms",
+                "thread_cpu_ms": "– the same: CPU of its thread, ms",
+                "cpu_ms": "– the same: CPU of worker and server, ms",
             },
         ),
         Measurement(
@@ -118,7 +118,7 @@ def measurements(*, quick: bool) -> list[Measurement]:
             {
                 "dgs_rate": "DGS 1 %, 38 tensors, gradients given: steps over gloo's",
                 "asgd_rate": "ASGD, 38 tensors, gradients given: steps over gloo's",
-                "asgd_cpu": "  its server's CPU over gloo's",
+                "asgd_cpu": "– its server's CPU over gloo's",
             },
         ),
     ]

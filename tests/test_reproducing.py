@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import bench
 from benchmarks.ldte import __main__ as ldte_command
-from benchmarks.scale.published import PUBLISHED, PUBLISHED_WORKERS
+from benchmarks.scale.sweeps import PUBLISHED, PUBLISHED_WORKERS
 from psclient.settings import ClientSettings
 from psservice import settings as server_settings
 

@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(given)
     end_on_sigterm()  # as Ctrl-C does: what was started is stopped, what was mounted is unmounted
-    facts = machine.describe(given) | {"command": " ".join(["python -m verify", *given]), "seed": options.seed}
+    facts = machine.describe("verify", given) | {"seed": options.seed}
     directory: Path = options.output / "work"
     shutil.rmtree(directory, ignore_errors=True)
     results: list[Result] = []

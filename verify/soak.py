@@ -1,11 +1,10 @@
 """``python -m verify.soak``: train for a while, with workers that come and go, and see that nothing grows.
 
 One server with a journal and snapshots; trainers with and without overlap; and one place that is taken by one worker
-after another: half of them leave in order, half are killed. Writes ``runs/soak/soak.json`` and ``soak.html``.
+after another: half of them leave in order, half are killed. Writes ``runs/soak/report.md`` and ``report.json``.
 """
 
 import argparse
-import json
 import shutil
 import sys
 import threading
@@ -13,18 +12,13 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from html import escape
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.harness import machine, plots
+from benchmarks.harness import machine, plots, report
 from benchmarks.harness.progress import Progress
-from benchmarks.harness.section import Plot
+from benchmarks.harness.section import Section, Table
 from verify.cluster.servers import Servers, end_on_sigterm
 from verify.traffic.team import Team, Trainer
 from verify.validate.process_samples import LEAST_POINTS, Sample, Trend, look, trend
@@ -155,7 +149,7 @@ class Soak:
                 self.failures.append(str(error))
         return found
 
-    def drawings(self) -> list[Plot]:
+    def drawings(self) -> list[plots.Plot]:
         """Draw every curve."""
         seconds = [sample.seconds for sample in self.samples]
 
@@ -164,12 +158,14 @@ class Soak:
 
         return [
             plots.lines(
+                "soak-memory",
                 "Memory of the server",
                 "resident; the warm-up is the first quarter",
                 ("seconds", "MiB"),
                 [curve("resident", [sample.memory_bytes / _MIB for sample in self.samples])],
             ),
             plots.lines(
+                "soak-threads",
                 "Threads and file descriptors of the server",
                 "they breathe with the workers that come and go",
                 ("seconds", "number"),
@@ -179,6 +175,7 @@ class Soak:
                 ],
             ),
             plots.lines(
+                "soak-push-and-pull",
                 "Push and pull",
                 f"from the commit of a push until its reply is whole, over windows of {self._window_seconds:.2g} s",
                 ("seconds", "ms"),
@@ -188,6 +185,7 @@ class Soak:
                 ],
             ),
             plots.lines(
+                "soak-disk",
                 "Data directory",
                 f"journal and two snapshots, one every {_SNAPSHOT_SECONDS:.0f} s",
                 ("seconds", "MiB"),
@@ -201,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(given)
     end_on_sigterm()
-    facts = machine.describe(given) | {"command": " ".join(["python -m verify.soak", *given])}
+    facts, started = machine.describe("verify.soak", given), time.monotonic()
     work: Path = options.output / "work"
     shutil.rmtree(work, ignore_errors=True)
     soak = Soak(options.minutes, options.workers, options.hidden, options.pause, work)
@@ -210,17 +208,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         soak.run(progress)
     trends = soak.trends()
     flat = all(each.flat for each in trends) and not soak.failures
-    verdict = "flat" if flat else "NOT FLAT"
-    console = Console()
-    console.print(_table(trends))
-    for failure in soak.failures:
-        console.print(f"WRONG: {failure}", markup=False, style="red")
-    console.print(
-        f"{verdict}; {sum(soak.visits.values())} workers came and went ({soak.visits['killed']} were killed)",
-        style="bold",
-    )
-    figures = {
-        **facts,
+    title = "After the warm-up: the last third less the first"
+    found = Section("soak", "Flat" if flat else "NOT FLAT", [Table(title, _COLUMNS, [_row(each) for each in trends])])
+    found.plots = soak.drawings()
+    visits, killed = sum(soak.visits.values()), soak.visits["killed"]
+    found.notes = [f"{visits} workers came and went ({killed} were killed).", *(f"WRONG: {f}" for f in soak.failures)]
+    found.figures = {
         "flat": flat,
         "failures": soak.failures,
         "visits": soak.visits,
@@ -228,11 +221,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "samples": [asdict(sample) for sample in soak.samples],
         "latencies": [dict(zip(("seconds", "median_ms", "p99_ms"), each, strict=True)) for each in soak.latencies],
     }
-    (options.output / "soak.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    (options.output / "soak.html").write_text(_page(facts, verdict, trends, soak.drawings()), encoding="utf-8")
+    written = report.write(options.output, "Soak", facts, [found])
     if flat:
         shutil.rmtree(work)
-    console.print(f"written: {options.output / 'soak.json'}, {options.output / 'soak.html'}", highlight=False)
+    report.show(written, time.monotonic() - started)
     return 0 if flat else 1
 
 
@@ -248,33 +240,6 @@ def _row(each: Trend) -> tuple[str, ...]:
         f"{each.allowed:.1f}{unit}",
         f"{each.slope:+.2f}{unit}",
         "flat" if each.flat else "GROWS",
-    )
-
-
-def _table(trends: Sequence[Trend]) -> Table:
-    table = Table(title="After the warm-up: the last third less the first", title_justify="left", box=box.SIMPLE)
-    for number, column in enumerate(_COLUMNS):
-        table.add_column(column, justify="right" if number else "left")
-    for each in trends:
-        table.add_row(*_row(each))
-    return table
-
-
-def _page(facts: dict[str, Any], verdict: str, trends: Sequence[Trend], drawings: Sequence[Plot]) -> str:
-    """Write a page that needs nothing else."""
-    style = (Path(plots.__file__).parents[1] / "report" / "style.css").read_text(encoding="utf-8")
-    rows = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in _row(each)) + "</tr>" for each in trends)
-    heads = "".join(f"<th>{escape(column)}</th>" for column in _COLUMNS)
-    figures = "\n".join(
-        f"<figure>\n<h3>{escape(plot.title)}</h3>\n{plot.svg}\n<figcaption>{escape(plot.caption)}</figcaption>\n</figure>"
-        for plot in drawings
-    )
-    about = "<br>\n".join(escape(sentence) for sentence in machine.sentences(facts))
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="color-scheme" '
-        f'content="light dark">\n<title>sparseps soak</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n'
-        f"<h1>Soak: {verdict}</h1>\n<p>{about}</p>\n{figures}\n<table>\n<thead><tr>{heads}</tr></thead>\n"
-        f"<tbody>\n{rows}\n</tbody>\n</table>\n</main>\n</body>\n</html>\n"
     )
 
 

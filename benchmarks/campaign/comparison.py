@@ -6,9 +6,8 @@ from statistics import fmean
 from typing import NamedTuple
 
 from benchmarks.campaign.execute import execute
-from benchmarks.campaign.ledger import Ledger
+from benchmarks.campaign.journal import Journal
 from benchmarks.campaign.methods import METHODS
-from benchmarks.campaign.runner import Runner, Watcher
 from benchmarks.campaign.search import Choice, search
 from benchmarks.campaign.spec import Form, Outcome, Run, Spec
 from benchmarks.campaign.statistics import Difference, compare
@@ -133,13 +132,12 @@ Runs = Mapping[tuple[Cell, Entrant], Mapping[int, Run]]
 _Tuned = tuple[str, int, int, Entrant]
 
 
-class Comparison(Runner):
+class Comparison:
     """All runs of some stages.
 
     Args:
-        ledger: what was done before.
-        watcher: is told.
-        do: does one run; ``None`` for what was done before alone.
+        journal: what was done before.
+        do: does one run.
 
     Attributes:
         stages: what was to be done.
@@ -149,8 +147,8 @@ class Comparison(Runner):
         left_out: real runs that the simulator says are not worth their hours, in words.
     """
 
-    def __init__(self, ledger: Ledger, watcher: Watcher, do: Callable[[Spec], Outcome] | None = execute) -> None:
-        super().__init__(ledger, watcher)
+    def __init__(self, journal: Journal, do: Callable[[Spec], Outcome] = execute) -> None:
+        self.journal = journal
         self.stages: Sequence[Stage] = ()
         self.runs: dict[tuple[Cell, Entrant], dict[int, Run]] = {}
         self.searched: list[Run] = []
@@ -163,10 +161,10 @@ class Comparison(Runner):
         """Every run that counts."""
         return [run for seeds in self.runs.values() for run in seeds.values()]
 
-    def run(self, stages: Sequence[Stage], after: Callable[[], None] = lambda: None) -> None:
+    def run(self, stages: Sequence[Stage], after: Callable[[], object] = lambda: None) -> None:
         """Do everything; ``after`` each stage its results are there."""
         self.stages = stages
-        self.watcher.plan(sum(_expected_seconds(stages)))
+        self.journal.watcher.plan(sum(_expected_seconds(stages)))
         for stage in stages:
             entrants = [entrant for entrant in stage.entrants if self._is_worth(stage, entrant)]
             for entrant in entrants:
@@ -179,9 +177,8 @@ class Comparison(Runner):
             after()
 
     def _run(self, spec: Spec) -> Run | None:
-        do = self._do
-        kept = self.once(
-            spec.key, _words(spec), spec.expected_seconds, None if do is None else lambda: Run(spec, do(spec)).plain()
+        kept = self.journal.once(
+            spec.key, _words(spec), spec.expected_seconds, lambda: Run(spec, self._do(spec)).plain()
         )
         return None if kept is None else Run.of(kept)
 

@@ -8,10 +8,11 @@ import torch
 import psclient
 from benchmarks.campaign import worker
 from benchmarks.campaign.methods import METHODS
-from benchmarks.campaign.processes import Child, server
+from benchmarks.campaign.processes import server
 from benchmarks.campaign.spec import Outcome, Spec
 from benchmarks.campaign.tasks import TASKS
 from benchmarks.campaign.worker import Told
+from benchmarks.harness.children import Child, begin
 from pscore.units import LONGEST_SECONDS
 
 _START_SECONDS, _STEP_SECONDS = 120.0, 0.1
@@ -28,12 +29,12 @@ def execute(spec: Spec) -> Outcome:
     if method.kind == "single":
         told = _train(spec, "")
         return _outcome(spec, told, {name: torch.from_numpy(array) for name, array in told[0].state.items()})
-    with server(_server_settings(spec)) as address:
+    with server(server_settings(spec)) as address:
         told = _train(spec, address)
         return _outcome(spec, told, psclient.download(address))
 
 
-def _server_settings(spec: Spec) -> dict[str, object]:
+def server_settings(spec: Spec) -> dict[str, object]:
     """Return the settings of the server.
 
     Simulated workers are one process: they live and end together, so no lease ends. Otherwise a machine that holds this
@@ -54,10 +55,7 @@ def _train(spec: Spec, address: str) -> list[Told]:
             stack.enter_context(Child(f"worker {number} of {spec.method}", worker.work, spec, number, address))
             for number in range(spec.workers)
         ]
-        for each in workers:
-            each.hear(_START_SECONDS)
-        for each in workers:
-            each.tell()
+        begin(workers, _START_SECONDS)
         return [each.hear(seconds) for each in workers]
 
 

@@ -85,58 +85,14 @@ def _sgd(setup: Setup) -> Made:
     return _scheduled(psclient.MomentumSGD(setup.model.parameters(), setup.rate, setup.momentum))
 
 
-def _asgd(setup: Setup) -> Made:
-    return _scheduled(
-        psclient.ASGD(setup.model.parameters(), setup.rate, setup.momentum, model=setup.model, **setup.connection)
-    )
-
-
-def _gradient_dropping(setup: Setup) -> Made:
-    return _scheduled(
-        psclient.GradientDropping(
-            setup.model.parameters(), setup.rate, **setup.size, model=setup.model, **setup.connection
-        )
-    )
-
-
-def _server_rmsprop(setup: Setup) -> Made:
-    return _scheduled(
-        psclient.ServerRMSprop(
-            setup.model.parameters(), setup.rate, **setup.size, model=setup.model, **setup.connection
-        )
-    )
-
-
-def _with_momentum(method: Callable[..., ParameterServerOptimizer]) -> Callable[[Setup], Made]:
-    def make(setup: Setup) -> Made:
-        return _scheduled(
-            method(
-                setup.model.parameters(),
-                setup.rate,
-                setup.momentum,
-                **setup.size,
-                model=setup.model,
-                **setup.connection,
-            )
-        )
-
-    return make
-
-
-def in_rounds(rounds: psclient.Rounds) -> Callable[[Setup], Made]:
-    """Return what makes an SSGD optimizer with these rounds."""
+def _ours(
+    method: Callable[..., ParameterServerOptimizer], *, momentum: bool = False, sparse: bool = True, **options: Any
+) -> Callable[[Setup], Made]:
+    """Return what makes an optimizer of this library, with a momentum and a size if it takes them."""
 
     def make(setup: Setup) -> Made:
-        return _scheduled(
-            psclient.SSGD(
-                setup.model.parameters(),
-                setup.rate,
-                setup.momentum,
-                rounds=rounds,
-                model=setup.model,
-                **setup.connection,
-            )
-        )
+        given = {**({"momentum": setup.momentum} if momentum else {}), **(setup.size if sparse else {}), **options}
+        return _scheduled(method(setup.model.parameters(), setup.rate, **given, model=setup.model, **setup.connection))
 
     return make
 
@@ -186,7 +142,7 @@ def _outer(sparse: bool) -> Callable[[Setup], Made]:
     return make
 
 
-def in_groups(tau: int) -> Callable[[Setup], Made]:
+def _in_groups(tau: int) -> Callable[[Setup], Made]:
     """Return what makes a WAGMA-SGD optimizer with this period of its global rounds."""
 
     def make(setup: Setup) -> Made:
@@ -206,26 +162,37 @@ METHODS = {
     method.key: method
     for method in (
         Method("sgd", "SGD, one node", _sgd, kind="single"),
-        Method("dgs", "DGS", _with_momentum(psclient.DGS)),
-        Method("dgc", "DGC", _with_momentum(psclient.DGC)),
-        Method("gradient_dropping", "Gradient Dropping", _gradient_dropping, momenta=(0.0,)),
-        Method("dgs_ahead", "DGS, lookahead", _with_momentum(psclient.DGS), ahead=True),
-        Method("dgc_ahead", "DGC, lookahead", _with_momentum(psclient.DGC), ahead=True),
-        Method("dropping_ahead", "Gradient Dropping, lookahead", _gradient_dropping, momenta=(0.0,), ahead=True),
-        Method("asgd", "ASGD", _asgd, momenta=(0.0, 0.3, 0.6)),
+        Method("dgs", "DGS", _ours(psclient.DGS, momentum=True)),
+        Method("dgc", "DGC", _ours(psclient.DGC, momentum=True)),
+        Method("gradient_dropping", "Gradient Dropping", _ours(psclient.GradientDropping), momenta=(0.0,)),
+        Method("dgs_ahead", "DGS, lookahead", _ours(psclient.DGS, momentum=True), ahead=True),
+        Method("dgc_ahead", "DGC, lookahead", _ours(psclient.DGC, momentum=True), ahead=True),
+        Method(
+            "dropping_ahead",
+            "Gradient Dropping, lookahead",
+            _ours(psclient.GradientDropping),
+            momenta=(0.0,),
+            ahead=True,
+        ),
+        Method("asgd", "ASGD", _ours(psclient.ASGD, momentum=True, sparse=False), momenta=(0.0, 0.3, 0.6)),
         Method(
             "dc_asgd",
             "DC-ASGD",
-            _asgd,
+            _ours(psclient.ASGD, momentum=True, sparse=False),
             momenta=(0.0, 0.3, 0.6),
             # A dense push overwrites everything, and what it overwrote is needed for as long as a worker's base is old.
             server=lambda workers: {"delay_compensation": 0.04, "ledger_multiple": 4.0 * workers},
         ),
-        Method("ssgd", "SSGD", in_rounds(psclient.Rounds()), kind="synchronous"),
+        Method(
+            "ssgd",
+            "SSGD",
+            _ours(psclient.SSGD, momentum=True, sparse=False, rounds=psclient.Rounds()),
+            kind="synchronous",
+        ),
         Method(
             "rmsprop",
             "RMSprop on the server",
-            _server_rmsprop,
+            _ours(psclient.ServerRMSprop),
             momenta=(0.0,),
             rate_scale=0.01,
         ),
@@ -241,10 +208,27 @@ METHODS = {
         ),
         Method("outer", f"Outer, {OUTER_PERIOD} local steps", _outer(sparse=False), kind="synchronous"),
         Method("outer_sparse", f"Outer, {OUTER_PERIOD} local steps, sparse", _outer(sparse=True), kind="synchronous"),
-        Method("wagma", "WAGMA-SGD", in_groups(tau=10)),
+        Method("wagma", "WAGMA-SGD", _in_groups(tau=10)),
+        Method(
+            "asgd_bounded",
+            "ASGD, --ssp-bound 4",
+            _ours(psclient.ASGD, momentum=True, sparse=False),
+            (0.0,),
+            server=lambda workers: {"ssp_bound": 4},
+        ),
+        Method(
+            "ssgd_backup",
+            "SSGD, 3 of 4",
+            _ours(psclient.SSGD, momentum=True, sparse=False, rounds=psclient.Rounds(quorum=3)),
+            kind="synchronous",
+        ),
+        Method("wagma_rare", "WAGMA-SGD, τ = 1000", _in_groups(tau=1000)),
     )
 }
 """All methods by key."""
+
+VARIANTS = {"asgd_bounded": "asgd", "ssgd_backup": "ssgd", "wagma_rare": "wagma"}
+"""What is timed beside a slow worker alone: a bound, a backup worker, rarer global rounds; and what it varies."""
 
 SUBJECT = "dgs"
 """The method that the others are held against."""

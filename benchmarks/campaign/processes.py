@@ -12,14 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
-from benchmarks.harness.children import Child, ChildFailedError
+from benchmarks.harness.children import ChildFailedError
 from benchmarks.network import lab
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["benchmarks.campaign.preload"])
 _START_SECONDS, _STOP_SECONDS = 120.0, 30.0
-
-__all__ = ["Child", "ChildFailedError", "server"]
 
 
 @contextmanager

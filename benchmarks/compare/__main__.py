@@ -2,19 +2,16 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
-from benchmarks.campaign import command
-from benchmarks.campaign.comparison import Comparison
+from benchmarks.campaign import command, report
+from benchmarks.campaign.comparison import Comparison, Entrant
 from benchmarks.campaign.execute import execute
-from benchmarks.campaign.ledger import Ledger
-from benchmarks.campaign.methods import METHODS
-from benchmarks.campaign.progress import Progress
-from benchmarks.campaign.report import markdown
+from benchmarks.campaign.journal import Journal
+from benchmarks.campaign.methods import SUBJECT
 from benchmarks.campaign.tasks import TASKS
-from benchmarks.compare import figures, report, straggler
-from benchmarks.compare.plan import FULL, QUICK, SMOKE
-from benchmarks.compare.results import entries
+from benchmarks.compare import straggler
+from benchmarks.compare.stages import FORM, FULL, QUICK, SMOKE
+from benchmarks.harness.section import Section
 
 _PARTS = ("quality", "slow-worker")
 
@@ -28,39 +25,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "five minutes: 4 workers, 2 seeds, fewer samples",
         "seconds: one task",
     )
-    parser.add_argument(
-        "--only", nargs="+", choices=_PARTS, default=list(_PARTS), metavar="PART", help=", ".join(_PARTS)
-    )
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, metavar="TASK", help=", ".join(TASKS))
-    parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD", help=", ".join(METHODS))
-    parser.add_argument("--workers", nargs="+", type=int, metavar="N", help="numbers of workers")
-    parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="seeds of the runs that count")
-    parser.add_argument("--density", type=float, metavar="SHARE", help="of the entries that a sparse method sends")
+    parser.add_argument("--only", choices=_PARTS, help="one part")
+    parser.add_argument("--density", type=float, default=0.01, metavar="SHARE", help="of a sparse method's pushes")
+    command.add_choices(parser, TASKS, (FORM,))
     options = parser.parse_args(given)
     plan = SMOKE if options.smoke else QUICK if options.quick else FULL
-    chosen = {
-        name: tuple(value)
-        for name in ("tasks", "methods", "workers", "seeds")
-        if (value := getattr(options, name)) is not None
-    }
-    plan = replace(plan, **chosen, density=options.density or plan.density)  # type: ignore[arg-type]
-    effects: list[straggler.Effect] = []
+    stages = command.chosen(plan.stages(options.density), options)
+    timed = [key for key in plan.methods if key in (options.methods or plan.methods)]
+    subject = Entrant(SUBJECT, FORM)
 
-    def make(ledger: Ledger, progress: Progress) -> tuple[Comparison, command.Report, Callable[[command.Tell], None]]:
-        campaign = Comparison(ledger, progress, None if options.report else execute)
+    def make(journal: Journal) -> tuple[command.Work, Callable[[], list[Section]]]:
+        campaign, effects = Comparison(journal, execute), list[straggler.Effect]()
 
-        def work(tell: command.Tell) -> None:
-            if "quality" in options.only:
-                campaign.run(plan.stages(), tell)
-            if "slow-worker" in options.only:
-                effects[:] = straggler.measure(plan, campaign, do=not options.report)
+        def work(tell: Callable[[], object]) -> None:
+            if options.only != "slow-worker":
+                campaign.run(stages, tell)
+            if options.only != "quality":
+                effects[:] = straggler.measure(timed, plan.timed_seconds, options.density, journal)
 
-        told = command.Report(
-            lambda facts: markdown(facts, report.all_tables(campaign, effects), report.notes(plan, campaign)),
-            lambda: report.figures(plan, campaign, effects),
-            lambda folder: figures.draw(folder, entries(campaign.counted), effects),
-        )
-        return campaign, told, work
+        def sections() -> list[Section]:
+            rivals: report.Rivals = {"DGS": lambda _: subject}
+            quality = report.section("compare", "Quality after the same samples", campaign, rivals)
+            return [quality, straggler.section(effects)]
+
+        return work, sections
 
     return command.run(options, given, make)
 

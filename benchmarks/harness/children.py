@@ -6,7 +6,7 @@ They are forked from a server process that has imported torch and the library on
 import multiprocessing
 import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
@@ -80,6 +80,14 @@ class Child:
             self._process.kill()
         self._process.join()
         self._connection.close()
+
+
+def begin(children: Sequence[Child], seconds: float) -> None:
+    """Hear from each that it is ready, within so many seconds; then tell all to begin."""
+    for child in children:
+        child.hear(seconds)
+    for child in children:
+        child.tell()
 
 
 class _Failure:

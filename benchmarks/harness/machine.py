@@ -2,7 +2,9 @@
 
 import os
 import platform
+import shlex
 import subprocess
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -14,10 +16,10 @@ import torch
 _LIBRARIES = ("torch", "numpy", "grpcio", "protobuf")
 
 
-def describe(arguments: list[str]) -> dict[str, Any]:
+def describe(module: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Return command, date, machine, versions and thread counts."""
     return {
-        "command": " ".join(["python -m benchmarks.bench", *arguments]),
+        "command": f"python -m {module} {shlex.join(arguments)}".strip(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {
             "cpu": _cpu_name(),

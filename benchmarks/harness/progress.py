@@ -1,4 +1,4 @@
-"""Progress while the benchmarks run: a live line on a terminal, plain lines elsewhere."""
+"""Progress on stderr: a live line on a terminal, plain lines elsewhere, and the time that is left if it is known."""
 
 import time
 from types import TracebackType
@@ -8,31 +8,50 @@ from rich.status import Status
 
 
 class Progress:
-    """Says which section runs and what it is at."""
+    """Says what is done, of which section; a context manager.
 
-    def __init__(self, sections: int) -> None:
-        """Show on stderr, so that the report alone goes to stdout."""
+    It expects what is left to take as much longer than planned as what was done.
+
+    Args:
+        sections: how many there will be.
+    """
+
+    def __init__(self, sections: int = 0) -> None:
         self._console = Console(stderr=True, highlight=False)
         self._live: Status | None = self._console.status("starting") if self._console.is_terminal else None
-        self._sections = sections
-        self._number = 0
-        self._title = ""
-        self._started = time.perf_counter()
+        self._sections, self._number, self._title = sections, 0, ""
+        self._started = time.monotonic()
+        self._total = self._over = 0.0  # planned seconds: of everything, and of what is done
+        self._planned = self._took = 0.0  # of what was done here, not read from the journal
 
     def section(self, title: str) -> None:
+        """Begin a section."""
         self._number += 1
         self._title = f"[{self._number}/{self._sections}] {title}"
-        self._show(self._title)
+        self.say("")
 
     def say(self, what: str) -> None:
-        self._show(f"{self._title}: {what}")
-
-    def _show(self, text: str) -> None:
-        elapsed = time.perf_counter() - self._started
+        """Show what begins."""
+        elapsed = _minutes(time.monotonic() - self._started)
+        words = ": ".join(filter(None, (self._title, what)))
+        if self._total:
+            slowness = self._took / self._planned if self._planned else 1.0
+            elapsed += f" so far, {_minutes(max(0.0, self._total - self._over) * slowness)} left"
         if self._live is not None:
-            self._live.update(f"{text} ({elapsed:.0f} s)")
+            self._live.update(f"{words} ({elapsed})")
         else:
-            self._console.print(f"{elapsed:6.1f} s  {text}", markup=False, soft_wrap=True)
+            self._console.print(f"{words} ({elapsed})", markup=False, soft_wrap=True)
+
+    def plan(self, seconds: float) -> None:
+        """Expect more work."""
+        self._total += seconds
+
+    def done(self, planned: float, seconds: float | None) -> None:
+        """Count what is over; ``None`` seconds if it was done before."""
+        self._over += planned
+        if seconds is not None:
+            self._planned += planned
+            self._took += seconds
 
     def __enter__(self) -> "Progress":
         if self._live is not None:
@@ -44,3 +63,8 @@ class Progress:
     ) -> None:
         if self._live is not None:
             self._live.stop()
+
+
+def _minutes(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.plots import Plot
 from pscore.model.layout import ModelLayout
 
 
@@ -59,22 +60,12 @@ class Table:
     rows: Sequence[tuple[str, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """A drawing, as one ``<svg>`` element that refers to nothing outside of itself."""
-
-    title: str
-    caption: str
-    svg: str
-
-
 @dataclass(slots=True)
 class Section:
     """A chapter of the report: tables and plots to read, figures to keep, notes that qualify them.
 
     Attributes:
         seconds: what it took.
-        budget: what it was allowed.
     """
 
     key: str
@@ -84,4 +75,3 @@ class Section:
     notes: list[str] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
-    budget: float = math.inf

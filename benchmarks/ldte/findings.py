@@ -1,7 +1,7 @@
 """What is found out about one captured vector: how it is distributed, and what LDTE's first threshold makes of it."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -61,12 +61,9 @@ class Finding:
         """The Laplace fit's distance over the normal one's: below 1 Laplace is nearer."""
         return self.laplace / self.normal
 
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def read(cls, plain: dict[str, Any]) -> "Finding":
-        """Read what :meth:`plain` has made."""
+        """Read it as JSON has it."""
         return cls(**plain | {"thresholds": [Threshold(**each) for each in plain["thresholds"]]})
 
 

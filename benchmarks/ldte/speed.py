@@ -57,7 +57,6 @@ def measure(
     density: float,
     rounds: int,
     device: torch.device,
-    has_time: Callable[[], bool] = lambda: True,
 ) -> Timing:
     """Time a step of every method on the same captured steps, one method after the other, round by round.
 
@@ -67,7 +66,6 @@ def measure(
         density: to select.
         rounds: that count.
         device: to run on.
-        has_time: where it says no, the rounds so far are enough.
     """
     steps = [_laid(moment, over, device) for moment in moments]
     memories = [memory.clone() for memory in steps[0][0]]
@@ -122,7 +120,7 @@ def measure(
 
     selected = OURS if device.type == "cpu" else ("warm",)  # the others choose on the host
     cases = {name: plain(name) for name in PLAIN} | {name: ours(name) for name in selected}
-    measured = interleave(cases, rounds, warmup=_WARMUP, has_time=has_time)
+    measured = interleave(cases, rounds, warmup=_WARMUP)
     _fill(timing, measured)
     timing.selected = {name: [min(counts[_WARMUP:]), max(counts[_WARMUP:])] for name, counts in taken.items()}
     return timing

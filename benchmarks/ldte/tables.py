@@ -1,14 +1,20 @@
-"""The tables: how far gradients are from each fit, what LDTE's estimate is worth, what selecting costs."""
+"""The report: how far gradients are from each fit, what LDTE's estimate is worth, what selecting costs."""
 
 import itertools
 from collections.abc import Sequence
 from statistics import median
 
-from benchmarks.harness.section import Table
+import torch
+from matplotlib.axes import Axes
+
+from benchmarks.harness.plots import NEUTRAL, PALETTE, Plot, frame, legend
+from benchmarks.harness.section import Section, Table
+from benchmarks.ldte.capture import DENSITY, MOMENTUM, RATE
 from benchmarks.ldte.findings import ALL, DENSITIES, Finding
 from benchmarks.ldte.published import SPEEDUPS, TOLERANCE
 from benchmarks.ldte.runs import Result
 from benchmarks.ldte.speed import LDTE, MERGED, OURS, TOPK, Timing
+from pscore.selection import DEFAULT_DENSE_BELOW
 
 NAMES = {
     "resnet101": "ResNet-101",
@@ -26,6 +32,77 @@ NOT_MEASURED = "not measured"
 def name_of(result: Result) -> str:
     """Return a run's name for a reader: model and dataset."""
     return f"{NAMES.get(result.job.model, result.job.model)}, {DATASETS[result.job.dataset]}"
+
+
+def section(results: Sequence[Result]) -> Section:
+    """Make a section of what was measured."""
+    made = Section("ldte", "Laplace thresholds (LDTE-BS) on captured gradients", notes=_notes(results))
+    made.tables = [distances(results), course(results), estimates(results)]
+    if any(result.timings for result in results):
+        made.tables += [beside_published(results), *speeds(results)]
+    made.plots = [_drawn(results)]
+    made.figures = {name_of(result): result.plain() for result in results}
+    return made
+
+
+def _notes(results: Sequence[Result]) -> list[str]:
+    """Say how it was measured."""
+    job = results[0].job
+    data = "the dataset in the folder given" if job.data else "scikit-learn's digits in CIFAR's format, **not CIFAR**"
+    said = [
+        f"Data: {data}. Models, augmentation and data files as `examples/cifar10.py` makes and reads them; a run is "
+        f"{job.steps} steps of DGS at batch {job.batch_size}, rate {RATE:g}, momentum {MOMENTUM:g}, density "
+        f"{DENSITY:.0%} by tensor, one worker: the very beginning of a training.",
+        f"Tensors: those of {DEFAULT_DENSE_BELOW} elements or more, which are the ones that are selected from, and all "
+        "parameters laid end to end. Normal: mean and standard deviation; Laplace: median and mean distance from it. "
+        "The distance is the area between the distribution functions, exactly and of every element "
+        "(`benchmarks/ldte/fits.py`).",
+        "Gradients: of one batch. Residuals: what DGS selects from, the gradients of all steps less what was sent.",
+        "k̂/k and passes are those of the published search; if a cell has two figures, one is of each dataset.",
+    ]
+    if job.rounds:
+        said.append(
+            f"Times: {torch.get_num_threads()} threads, {job.rounds} rounds over the last three steps of a run "
+            f"({DATASETS[job.dataset]}); every method gets the same residual and the same gradient. torch.topk and "
+            "LDTE-BS in plain torch: `add_`, select, gather, scale what was taken; the others accumulate in the pass "
+            f"that selects. By tensor leaves those below {DEFAULT_DENSE_BELOW} elements out."
+        )
+    return said
+
+
+def _drawn(results: Sequence[Result]) -> Plot:
+    """Draw both distances of every tensor."""
+    models = list(dict.fromkeys(result.job.model for result in results))
+    figure, planes = frame(len(models), 3.4, 4.2, share=True)
+    for model, plane in zip(models, planes, strict=True):
+        for result in results:
+            if result.job.model == model:
+                _scatter(plane, result)
+        plane.set_xscale("log")
+        plane.set_yscale("log")
+        ends = plane.get_xlim()
+        plane.axline((ends[0], ends[0]), (ends[1], ends[1]), color=NEUTRAL, linewidth=1, linestyle="--")
+        plane.set_title(NAMES.get(model, model), fontsize=10)
+        plane.set_xlabel("distance to normal")
+    planes[0].set_ylabel("distance to Laplace")
+    caption = "Gradients, last step: Wasserstein-1 distance to each fit; below the line Laplace is nearer."
+    return Plot("ldte-distances", "Distances to each fit", caption, legend(figure, planes[0], 4))
+
+
+def _scatter(plane: Axes, result: Result) -> None:
+    colour, marker = [(PALETTE[0], "o"), (PALETTE[1], "s")][[*DATASETS].index(result.job.dataset)]
+    tensors, whole = _parted(result.of("gradient", result.job.steps))
+    for part, size, shape, label in ((tensors, 9, marker, "each tensor"), ([whole], 170, "*", "all together")):
+        plane.scatter(
+            [finding.normal for finding in part],
+            [finding.laplace for finding in part],
+            s=size,
+            marker=shape,
+            color=colour,
+            alpha=0.6 if part is tensors else 1.0,
+            edgecolors="none" if part is tensors else "black",
+            label=f"{DATASETS[result.job.dataset]}, {label}",
+        )
 
 
 def distances(results: Sequence[Result]) -> Table:

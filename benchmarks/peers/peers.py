@@ -154,7 +154,7 @@ def _section(job: Job, found: dict[str, list[Result]], failures: dict[str, str])
     speeds = [(name, numbers[0].median) for name, numbers in stats.items()]
     if speeds:
         caption = "Both workers together. On loopback, where bytes are free: the gain of sparse pushes is in a network."
-        section.plots.append(plots.bars("Steps a second of each peer", caption, "steps a second", speeds))
+        section.plots.append(plots.bars("peers", "Steps a second of each peer", caption, "steps a second", speeds))
     rounds = max((len(results) for results in found.values()), default=0)
     section.notes += [
         f"The same network, digits, batches and seed for all; SGD at {LEARNING_RATE:g}, applied by the server as it "

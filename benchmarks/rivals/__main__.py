@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 from benchmarks.campaign import command
-from benchmarks.campaign.ledger import Ledger
-from benchmarks.campaign.progress import Progress
+from benchmarks.campaign.journal import Journal
 from benchmarks.evidence.stages import SAMPLES
+from benchmarks.harness.section import Section
 from benchmarks.network import lab
 from benchmarks.rivals import report
 from benchmarks.rivals.campaign import Campaign
@@ -39,10 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     samples = _QUICK_SAMPLES if options.quick or options.smoke else SAMPLES[TASK]
     targets = options.targets or (_QUICK_TARGETS if options.quick or options.smoke else _TARGETS)
 
-    def make(ledger: Ledger, progress: Progress) -> tuple[Campaign, command.Report, Callable[[command.Tell], None]]:
-        campaign = Campaign(ledger, progress, samples, None if options.report else train, options.smoke)
-        told = command.Report(lambda facts: report.markdown(facts, campaign, planned, targets))
-        return campaign, told, lambda tell: campaign.run(planned, tell)
+    def make(journal: Journal) -> tuple[command.Work, Callable[[], list[Section]]]:
+        campaign = Campaign(journal, samples, train, options.smoke)
+        return lambda tell: campaign.run(planned, tell), lambda: [report.section(campaign, planned, targets)]
 
     return command.run(options, given, make)
 

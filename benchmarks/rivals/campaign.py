@@ -8,8 +8,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from benchmarks.campaign.ledger import Ledger
-from benchmarks.campaign.runner import Runner, Watcher
+from benchmarks.campaign.journal import Journal
 from benchmarks.campaign.search import search
 from benchmarks.campaign.tasks import TASKS
 from benchmarks.network.lab import Lab
@@ -51,7 +50,7 @@ class Measured(NamedTuple):
     down: float
 
 
-class Campaign(Runner):
+class Campaign:
     """All contenders in some cells.
 
     Attributes:
@@ -61,10 +60,8 @@ class Campaign(Runner):
         unhindered: seconds of a step of DDP at the pace and without a network, by number of workers.
     """
 
-    def __init__(
-        self, ledger: Ledger, watcher: Watcher, samples: int, do: Train | None = train, smoke: bool = False
-    ) -> None:
-        super().__init__(ledger, watcher)
+    def __init__(self, journal: Journal, samples: int, do: Train = train, smoke: bool = False) -> None:
+        self._journal = journal
         self.measured: dict[tuple[Cell, str], Measured] = {}
         self.finals: dict[tuple[int, str], float] = {}
         self.chosen: dict[tuple[int, str], tuple[str, float]] = {}
@@ -72,7 +69,7 @@ class Campaign(Runner):
         self.samples, self._smoke = samples, smoke
         self._do = do
 
-    def run(self, cells: Sequence[Cell], after: Callable[[], None] = lambda: None) -> None:
+    def run(self, cells: Sequence[Cell], after: Callable[[], object] = lambda: None) -> None:
         """Do everything, a cell at a time; ``after`` each one its results are there."""
         for cell in cells:
             for contender in (CONTENDERS[key] for key in (SMOKE_CONTENDERS if self._smoke else CONTENDERS)):
@@ -152,17 +149,15 @@ class Campaign(Runner):
         return found[rate], rate
 
     def _train(self, job: Job, cell: Cell | None) -> list[Told] | None:
-        """Do a run, or take it from the ledger; ``None`` if it failed, or nothing is to be run."""
-        do = self._do
+        """Do a run, or take it from the journal; ``None`` if it failed, or nothing is to be run."""
 
         def train() -> dict[str, Any]:
-            assert do is not None
             with nullcontext() if cell is None else cell.network() as network:
-                return {"told": [asdict(each) for each in do(job, network)]}
+                return {"told": [asdict(each) for each in self._do(job, network)]}
 
         place = f"{cell.words}, {cell.workers} workers" if cell else f"{job.workers} workers without a network"
         words = f"{place}: {CONTENDERS[job.contender].title}, {job.inner or 'rate'} {job.rate:g}"
-        kept = self.once(f"{asdict(job)} {cell}", words, 0.0, None if do is None else train)
+        kept = self._journal.once(f"{asdict(job)} {cell}", words, 0.0, train)
         return None if kept is None else [Told(**each) for each in kept["told"]]
 
 

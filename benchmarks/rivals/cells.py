@@ -8,15 +8,16 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from benchmarks.campaign.methods import METHODS
-from benchmarks.campaign.processes import Child, server
+from benchmarks.campaign.processes import server
 from benchmarks.campaign.tasks import TASKS
+from benchmarks.harness.children import Child, begin
 from benchmarks.network.lab import Lab
 from benchmarks.network.longline import LongLine
 from benchmarks.rivals.contenders import CONTENDERS
 from benchmarks.rivals.synchronous import average_and_train
 from benchmarks.rivals.worker import BUDGET, Job, Told, serve_and_train
 
-TASK, SAMPLES = "text-tiny", 8192
+TASK = "text-tiny"
 SLOWNESS = 4.0
 """Of the last worker, where one is slower."""
 ABSENT_SECONDS = 10.0
@@ -100,17 +101,13 @@ def train(job: Job, lab: Lab | None = None) -> list[Told]:
             folder = stack.enter_context(TemporaryDirectory())
             work, others = average_and_train, (Path(folder).as_uri(), "card" if lab else "lo")
         workers = [start(rank) for rank in range(job.workers)]
-        for worker in workers:
-            worker.hear(_START_SECONDS)
-        for worker in workers:
-            worker.tell()
+        begin(workers, _START_SECONDS)
         seconds = _START_SECONDS + job.all_steps * (_STEP_SECONDS + job.pace * job.slowness)
         if job.lost_at:
             workers.pop().wait_for_end(seconds)
             time.sleep(ABSENT_SECONDS)
             late = start(job.workers)
-            late.hear(_START_SECONDS)
-            late.tell()
+            begin([late], _START_SECONDS)
             workers.append(late)
         return [worker.hear(seconds) for worker in workers]
 

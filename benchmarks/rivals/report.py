@@ -2,18 +2,16 @@
 
 from collections.abc import Sequence
 from itertools import product
-from typing import Any
 
-from benchmarks.campaign.report import markdown as as_markdown
-from benchmarks.harness.section import Table
+from benchmarks.harness.section import Section, Table
 from benchmarks.rivals.campaign import Campaign, best, mean_bytes, time_to
 from benchmarks.rivals.cells import ABSENT_SECONDS, PACES, SLOWNESS, TASK, Cell
 from benchmarks.rivals.contenders import CONTENDERS, DENSE_STEPS, PERIOD
 
 
-def markdown(facts: dict[str, Any], campaign: Campaign, cells: Sequence[Cell], targets: Sequence[float]) -> str:
+def section(campaign: Campaign, cells: Sequence[Cell], targets: Sequence[float]) -> Section:
     """Return tables, answers, and how they were measured."""
-    return as_markdown(facts, _tables(campaign, targets), _notes(campaign, cells))
+    return Section("rivals", "Time to the same loss", _tables(campaign, targets), notes=_notes(campaign, cells))
 
 
 def _tables(campaign: Campaign, targets: Sequence[float]) -> list[Table]:
@@ -105,5 +103,4 @@ def _notes(campaign: Campaign, cells: Sequence[Cell]) -> list[str]:
         "takes its place. A rival's survivors notice at once, go on in the same processes without a checkpoint, and "
         "take the new one in at the next step whose number 8 divides: torchrun would start all processes again.",
         *(f"Not run: {'; '.join(left)}." for _ in left[:1]),
-        *(f"FAILED: {words}" for words in campaign.failures),
     ]

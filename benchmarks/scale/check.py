@@ -1,13 +1,14 @@
 """The simulation against real runs: the same configuration, the same machine, the same minutes."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from benchmarks.harness.generators import Window
 from benchmarks.scale.costs import Costs
 from benchmarks.scale.model import Cluster, Outcome, simulate
-from benchmarks.scale.real import Seen, Stage
+from benchmarks.scale.real import Stage
 
 SEEDS = 3
 """Simulations whose mean is compared: a real run is one draw of many."""
@@ -57,7 +58,7 @@ class Row:
 
     case: Case
     workers: int
-    real: Seen
+    real: Window
     simulated: Outcome
 
     def errors(self) -> dict[str, float]:
@@ -65,27 +66,18 @@ class Row:
         real, found = self.real, self.simulated
         size = real.sent + real.received
         return {
-            "throughput": found.steps_per_second / real.steps_per_second - 1,
+            "throughput": found.steps_per_second / real.rate - 1,
             "staleness": (found.staleness - real.staleness) / max(1.0, real.staleness),
             "bytes": (found.sent + found.received) / size - 1,
         }
 
     def plain(self) -> dict[str, Any]:
-        found = self.simulated
+        """Return what JSON can have."""
         return {
             "case": self.case.name,
             "workers": self.workers,
-            "real": self.real.plain(),
-            "simulated": {
-                "steps_per_second": found.steps_per_second,
-                "staleness": found.staleness,
-                "staleness_90": found.staleness_90,
-                "sent": found.sent,
-                "received": found.received,
-                "push_seconds": found.push_seconds,
-                "pull_seconds": found.pull_seconds,
-                "used": found.used,
-            },
+            "real": self.real._asdict(),
+            "simulated": asdict(self.simulated),
             "errors": self.errors(),
         }
 
@@ -108,7 +100,7 @@ def run(
     for case in cases:
         with Stage(case.size, case.density, case.shards, max(case.workers), case.down_mode, seed) as stage:
             stage.warm_up(min(4, max(case.workers)))
-            runs: dict[int, list[Seen]] = {workers: [] for workers in case.workers}
+            runs: dict[int, list[Window]] = {workers: [] for workers in case.workers}
             for turn in range(rounds):
                 for workers in case.workers[:: -1 if turn % 2 else 1]:
                     say(f"real: {case.name}, {workers} clients, {turn + 1} of {rounds}")
@@ -137,5 +129,5 @@ def replay(case: Case, workers: int, costs: Costs, cores: int, seed: int) -> Out
     return sorted(found, key=lambda outcome: outcome.steps_per_second)[SEEDS // 2]
 
 
-def _median(seen: Sequence[Seen]) -> Seen:
-    return Seen(**{name: median(getattr(one, name) for one in seen) for name in Seen.__dataclass_fields__})
+def _median(seen: Sequence[Window]) -> Window:
+    return Window(*(median(values) for values in zip(*seen, strict=True)))

@@ -28,7 +28,6 @@ class Costs:
     Attributes:
         decode: to parse, decode, check and merge a push.
         apply: of the apply thread, for a push.
-        journal: of the apply thread, to append a push to the journal.
         union_sort: to find what has changed by sorting; entries of all pushes that a pull covers.
         union_mark: likewise by marking, for each of these entries; ``union_scan`` comes on top.
         union_scan: elements of the shard.
@@ -62,7 +61,6 @@ class Costs:
 
     decode: Line = NOTHING
     apply: Line = NOTHING
-    journal: Line = NOTHING
     union_sort: Line = NOTHING
     union_mark: Line = NOTHING
     union_scan: Line = NOTHING

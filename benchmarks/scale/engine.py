@@ -8,9 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -87,40 +85,32 @@ def measure(
 
 
 def _pushes(work: Work, layout: ModelLayout, density: float, repeats: int, rng: np.random.Generator) -> None:
-    plain = InProcessShard(layout, "exact")
-    with TemporaryDirectory() as directory:
-        kept = InProcessShard(layout, "exact", data_dir=Path(directory), snapshot_seconds=3600.0)
-        times: dict[str, list[float]] = {"decode": [], "apply": [], "journal": []}
-        for repeat in range(-1, repeats):
-            push = noise_push(layout, density, 0, rng)
-            decode, commit, messages = _push(plain, push)
-            _, durable, _ = _push(kept, push)
-            started = time.process_time()
-            plain.model.apply(push)
-            applied = time.process_time() - started
-            if repeat >= 0:
-                times["decode"].append(decode + max(0.0, commit - applied))
-                times["apply"].append(applied)
-                times["journal"].append(max(_LEAST, durable - commit))
-        tally = Tally(messages)
-        work.index_bits.append((density, 8 * tally.index_bytes / tally.entries))
-        work.push_frame.append(tally.bytes - tally.index_bytes - tally.value_bytes)
-        kept.close()
-    plain.close()
+    shard = InProcessShard(layout, "exact")
+    times: dict[str, list[float]] = {"decode": [], "apply": []}
+    for repeat in range(-1, repeats):
+        push = noise_push(layout, density, 0, rng)
+        read, messages = _push(shard, push)
+        started = time.process_time()
+        shard.model.apply(push)
+        applied = time.process_time() - started
+        if repeat >= 0:
+            times["decode"].append(max(_LEAST, read - applied))
+            times["apply"].append(applied)
+    tally = Tally(messages)
+    work.index_bits.append((density, 8 * tally.index_bytes / tally.entries))
+    work.push_frame.append(tally.bytes - tally.index_bytes - tally.value_bytes)
+    shard.close()
     for name, seconds in times.items():
         work.add(name, tally.entries, seconds)
 
 
-def _push(shard: InProcessShard, push: SparseSlice) -> tuple[float, float, list[pb.PushSparseRequest]]:
-    """Read and apply a push; return the seconds of each, and its messages."""
+def _push(shard: InProcessShard, push: SparseSlice) -> tuple[float, list[pb.PushSparseRequest]]:
+    """Read and apply a push; return the seconds of both, and its messages."""
     messages = shard.push_messages(push)
     wires = [message.SerializeToString() for message in messages]
     started = time.process_time()
-    parsed = [pb.PushSparseRequest.FromString(wire) for wire in wires]
-    header, segments = shard.read(parsed)
-    decoded = time.process_time()
-    shard.apply(header, segments, parsed if shard.settings.data_dir else ())
-    return decoded - started, time.process_time() - decoded, messages
+    shard.apply(*shard.read([pb.PushSparseRequest.FromString(wire) for wire in wires]))
+    return time.process_time() - started, messages
 
 
 def _exact(work: Work, layout: ModelLayout, density: float, repeats: int, rng: np.random.Generator) -> None:

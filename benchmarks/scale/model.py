@@ -13,7 +13,7 @@ from statistics import fmean
 
 import numpy as np
 
-from benchmarks.scale.client import THINK_SPREAD
+from benchmarks.harness.load_generator import THINK_SPREAD
 from benchmarks.scale.costs import Costs
 from benchmarks.scale.events import Event, Link, Process, Simulator
 from benchmarks.scale.fits import Line
@@ -44,13 +44,11 @@ class Cluster:
         server_cores: of each server.
         down_mode: ``auto``, ``exact`` or ``topk``.
         overlap: whether a step's exchange runs beside the next step.
-        journal: whether the server keeps one.
         inflight_bytes: that calls may occupy at a server.
-        replay: on one machine with clients that replay what is encoded, as :mod:`benchmarks.scale.client` does; then
-            ``server_cores`` are all that there are, and ``client_processes`` share them with the servers.
+        replay: on one machine with clients that replay what is encoded (:mod:`benchmarks.harness.load_generator`);
+            ``server_cores`` are then all that there are, and ``client_processes`` share them with the servers.
         client_processes: see there.
         each_shard: whether every shard is simulated.
-        noise: share by which a work of a server is longer or shorter at most.
     """
 
     elements: int
@@ -64,12 +62,10 @@ class Cluster:
     server_cores: int = 16
     down_mode: str = "auto"
     overlap: bool = False
-    journal: bool = False
     inflight_bytes: float = 2.0**30
     replay: bool = False
     client_processes: int = 2
     each_shard: bool = False
-    noise: float = 0.0
 
     @property
     def part(self) -> float:
@@ -166,7 +162,7 @@ class _Place:
 
 
 class _Shard:
-    def __init__(self, simulator: Simulator, cluster: Cluster, costs: Costs, cpu: Link, draw: random.Random) -> None:
+    def __init__(self, simulator: Simulator, cluster: Cluster, costs: Costs, cpu: Link) -> None:
         self.simulator, self.cluster, self.costs, self.cpu = simulator, cluster, costs, cpu
         cap = cluster.worker_rate / cluster.shards
         self.up, self.down = (Link(simulator, cluster.server_rate, cap) for _ in range(2))
@@ -175,14 +171,13 @@ class _Shard:
         self.version = 0
         self.places = [_Place() for _ in range(cluster.workers)]
         self.replies = Replies(costs, cluster.part, cluster.density, cluster.down_mode, random=cluster.replay)
-        self._draw = draw
         entries = cluster.part * cluster.density
         self.push_bytes = costs.push_frame + costs.sparse_bytes(entries, cluster.density)
         self._charge = 2 * self.push_bytes + _ENTRY_BYTES * entries
         serially, freely = costs.split(costs.decode, entries, "decode")
         self._push_serial = costs.push_call.fixed + serially
         self._push_free = costs.push_call.each * self.push_bytes + freely
-        self._apply = costs.apply(entries) + (costs.journal(entries) if cluster.journal else 0.0)
+        self._apply = costs.apply(entries)
 
     def exchange(
         self, worker: int, ready: Event, staleness: list[int], applied: list[float], replies: list[Reply]
@@ -251,10 +246,9 @@ class _Shard:
             yield self.cpu.transfer(factor * freely)
 
     def _factor(self) -> float:
-        """Return how much longer a work takes now: by what runs beside it, and by chance."""
+        """Return how much longer a work takes now, by what runs beside it."""
         others = min(1.0, self.cpu.under_way / max(1, self.cluster.server_cores - 1))
-        noise = self.cluster.noise * self._draw.uniform(-1, 1) if self.cluster.noise else 0.0
-        return (1 + self.costs.crowding * others) * (1 + noise)
+        return 1 + self.costs.crowding * others
 
 
 @dataclass(slots=True)
@@ -277,7 +271,7 @@ class _Fleet:
         self.cpus = [one] * count
         if not cluster.replay:
             self.cpus = [one, *(Link(self.simulator, cluster.server_cores, 1.0) for _ in range(count - 1))]
-        self.shards = [_Shard(self.simulator, cluster, costs, cpu, self._draw) for cpu in self.cpus]
+        self.shards = [_Shard(self.simulator, cluster, costs, cpu) for cpu in self.cpus]
         self._stand_for = cluster.shards / count  # shards that each simulated one stands for
         self._clients = [Pool(self.simulator, 1) for _ in range(cluster.client_processes)]
         self.steps = 0

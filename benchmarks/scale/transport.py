@@ -9,9 +9,10 @@ import grpc
 import torch
 
 import psclient
+from benchmarks.harness.generators import Window
 from benchmarks.scale.costs import Costs
 from benchmarks.scale.engine import Points
-from benchmarks.scale.real import Seen, Stage
+from benchmarks.scale.real import Stage
 from benchmarks.workload.raw_worker import join_request
 from benchmarks.workload.replay_worker import CALL_SECONDS
 from benchmarks.workload.synthetic import Noise, SyntheticModel
@@ -21,9 +22,6 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
 _SECONDS = 2.0
-_NEVER = 1_000_000_000
-"""Pushes to a pull, where there is to be none."""
-
 CROWD = 16
 """Clients that keep a server's interpreter busy all the time."""
 
@@ -83,30 +81,30 @@ def measure(
         with Stage(size, density, 1, CROWD, "exact", seed) as stage:
             stage.warm_up(2)
             for _ in range(rounds):
-                alone = stage.run(1, 0.0, _SECONDS, _NEVER)
+                alone = stage.run(1, 0.0, _SECONDS, pulls=False)
                 both = stage.run(1, 0.0, _SECONDS)
-                crowd = stage.run(2, 0.0, _SECONDS, _NEVER), stage.run(4, 0.0, _SECONDS, _NEVER)
+                crowd = [stage.run(workers, 0.0, _SECONDS, pulls=False) for workers in (2, 4)]
                 _note(found, engine, size * density, alone, both)
-                found.crowding += [seen.server_cpu / alone.server_cpu - 1 for seen in crowd]
-            if size == min(
-                sizes
-            ):  # where the interpreter is what they wait for, and neither the apply thread nor bytes
-                crowds = [stage.run(CROWD, 0.0, _SECONDS) for _ in range(_CROWD_ROUNDS)]
-                found.crowded = [seen.steps_per_second for seen in crowds]
+                cost = alone.server_cpu / alone.pushes
+                found.crowding += [seen.server_cpu / seen.pushes / cost - 1 for seen in crowd]
+            if size == min(sizes):  # they wait for the interpreter there, and not for the apply thread or for bytes
+                found.crowded = [stage.run(CROWD, 0.0, _SECONDS).rate for _ in range(_CROWD_ROUNDS)]
             found.renewal.append(_renewal(stage))
-            found.server_bytes = found.server_bytes or stage.memory()[0] - 4.0 * size
+            found.server_bytes = found.server_bytes or stage.processes[0].memory_info().rss - 4.0 * size
     return found
 
 
-def _note(found: Transport, engine: Costs, entries: float, alone: Seen, both: Seen) -> None:
+def _note(found: Transport, engine: Costs, entries: float, alone: Window, both: Window) -> None:
     """Take away what the engine's work costs; the rest is the calls'."""
     push = engine.decode(entries) + engine.apply(entries)
-    found.add("push_call", alone.sent, alone.server_cpu - push, alone.server_cpu)
-    found.add("client_push", alone.sent, alone.client_cpu, alone.client_cpu)
     pull = engine.gather(entries) + engine.encode(entries)  # of one push, which needs no union
-    found.add("pull_call", both.received, both.server_cpu - alone.server_cpu - pull, both.server_cpu)
-    found.add("client_pull", both.received, both.client_cpu - alone.client_cpu, both.client_cpu)
-    found.idle.append(max(0.0, alone.push_seconds - alone.server_cpu - alone.client_cpu))
+    server, servers = (seen.server_cpu / seen.pushes for seen in (alone, both))
+    client, clients = (seen.generator_cpu / seen.pushes for seen in (alone, both))
+    found.add("push_call", alone.sent, server - push, server)
+    found.add("client_push", alone.sent, client, client)
+    found.add("pull_call", both.received, servers - server - pull, servers)
+    found.add("client_pull", both.received, clients - client, clients)
+    found.idle.append(max(0.0, alone.push_seconds - server - client))
 
 
 def _renewal(stage: Stage) -> float:
@@ -117,10 +115,10 @@ def _renewal(stage: Stage) -> float:
         request.identity.worker_id, request.identity.incarnation = "renewer", str(uuid.uuid4())
         request.identity.run_id = stub.Join(request, timeout=CALL_SECONDS).run_id
         renew = pb.RenewLeaseRequest(identity=request.identity)
-        before = stage.server_cpu()
+        before = sum(stage.processes[0].cpu_times()[:2])
         for _ in range(_RENEWALS):
             stub.RenewLease(renew, timeout=CALL_SECONDS)
-        seconds = stage.server_cpu() - before
+        seconds: float = sum(stage.processes[0].cpu_times()[:2]) - before
         stub.Leave(pb.LeaveRequest(identity=request.identity), timeout=CALL_SECONDS)
     return seconds / _RENEWALS
 

@@ -215,7 +215,7 @@ def _pushes(section: Section, generator: np.random.Generator, repeats: int) -> N
     )
     section.tables.append(Table("Whole pushes: bits an entry in all, and times at 1 Gbit/s", heads, rows))
     caption = "Messages of a push at 1 %, random places. The code of the DGS paper needs 128; int32 with fp32 64."
-    section.plots.append(plots.bars("Bits an entry by value type", caption, "bits", bars))
+    section.plots.append(plots.bars("bits-an-entry", "Bits an entry by value type", caption, "bits", bars))
 
 
 def _nanoseconds(call: Callable[[], object], count: int, repeats: int) -> float:

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from benchmarks.harness import plots
-from benchmarks.harness.section import Plan, Plot, Section, Table
+from benchmarks.harness.plots import Plot
+from benchmarks.harness.section import Plan, Section, Table
 from benchmarks.harness.timing import Case, Stat, Stopwatch, interleave, ratio
 from benchmarks.sections import cuda_selection
 from benchmarks.workload import captured
@@ -82,8 +83,6 @@ def _measure(plan: Plan, section: Section, n: int, density: float) -> None:
     left_out: set[str] = set()
     if n > 2 * _MODEL:
         left_out = {"exact", _TOPK}
-    elif plan.quick and n == _MODEL:
-        left_out = {"ldte"}
     for name in _TEXTS:
         if name in SELECTORS and name not in left_out:
             cases[name] = _selector(name, n, k, gradients, counts)
@@ -180,7 +179,8 @@ def _plots(section: Section) -> list[Plot]:
             curves.append(plots.Line(_TEXTS[name], sorted(points)))
     title = "Accumulate and select 1 %: time over that of a copy of the tensor"
     caption = "Median of the rounds; a step of DGS on one tensor, this machine's CPU."
-    return [plots.lines(title, caption, ("elements", "copies"), curves, log_x=True, log_y=True)] if curves else []
+    axes = ("elements", "copies")
+    return [plots.lines("selection", title, caption, axes, curves, log_x=True, log_y=True)] if curves else []
 
 
 def _real(plan: Plan, section: Section) -> None:

@@ -184,10 +184,10 @@ _PUSH_ROWS = {
     _COPY: _COPY,
     _BARE: _BARE,
     _PUSH: _PUSH,
-    f"{_PUSH}.parse": "  parse protobuf",
-    f"{_PUSH}.decode": "  decode, validate, checksum",
-    f"{_PUSH}.merge": "  merge, hand to the apply thread",
-    f"{_PUSH}.apply": "  apply and append to the ledger",
+    f"{_PUSH}.parse": "– parse protobuf",
+    f"{_PUSH}.decode": "– decode, validate, checksum",
+    f"{_PUSH}.merge": "– merge, hand to the apply thread",
+    f"{_PUSH}.apply": "– apply and append to the ledger",
 }
 
 
@@ -195,7 +195,7 @@ def _pull_rows() -> dict[str, str]:
     rows = {_COPY: _COPY, _BARE: _BARE}
     for case in (*(f"exact, after {others}" for others in OTHER_PUSHES), f"top-k, after {_TOPK_AFTER}"):
         rows[case] = case
-        rows |= {f"{case}.{part}": f"  {text}" for part, text in _PARTS.items()}
+        rows |= {f"{case}.{part}": f"– {text}" for part, text in _PARTS.items()}
     return rows
 
 

@@ -7,7 +7,7 @@ from types import TracebackType
 import grpc
 import torch
 
-from benchmarks.workload.replay_worker import CALL_SECONDS, OPEN_STREAMS
+from benchmarks.workload.replay_worker import CALL_SECONDS
 from benchmarks.workload.streams import push_requests
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
@@ -35,15 +35,7 @@ def join_request(layout: ModelLayout, shard: int = 0, shards: int = 1) -> pb.Joi
 
 def push_messages(layout: ModelLayout, update: SparseSlice, chunk_bytes: int) -> list[bytes]:
     """Encode a push once for all, as one group: the header, to be filled in for each push, and what follows it."""
-    messages = push_requests(
-        pb.WorkerIdentity(),
-        update,
-        [Span(0, layout.size)],
-        step=0,
-        generation=0,
-        base_version=0,
-        chunk_bytes=chunk_bytes,
-    )
+    messages = push_requests(pb.WorkerIdentity(), update, [Span(0, layout.size)], chunk_bytes=chunk_bytes)
     return [message.SerializeToString() for message in messages]
 
 
@@ -90,8 +82,7 @@ class RawWorker:
             chunk_bytes=self._chunk_bytes,
         )
         answer = self._stub.PushSparse(requests, timeout=CALL_SECONDS)
-        if OPEN_STREAMS:
-            list(answer)
+        list(answer)
 
     def pull(self) -> int:
         """Pull, note the reply as applied, and return its bytes."""
@@ -104,7 +95,7 @@ class RawWorker:
             image=self._image,
         )
         received = 0
-        for response in self._stub.PullDiff(iter([request]) if OPEN_STREAMS else request, timeout=CALL_SECONDS):
+        for response in self._stub.PullDiff(iter([request]), timeout=CALL_SECONDS):
             received += frames.wire_bytes(response)
             if response.HasField("header"):
                 self._base = response.header.version

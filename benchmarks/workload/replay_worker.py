@@ -1,12 +1,11 @@
 """Workers that replay encoded messages, for load generators: torch is not imported, so that a process starts fast.
 
-Where the schema has a push or a pull as a stream both ways, the stream stays open for the worker's life and a push is
-one message; else each is a call of its own, as in earlier versions of the protocol.
+Streams of pushes and pulls stay open for the worker's life, and a small push is one message.
 """
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 import grpc
 import grpc.aio
@@ -18,9 +17,6 @@ CALL_SECONDS = 120.0
 """Longest time of one call."""
 
 SERVICE = "/sparseps.v1.ParameterServerService"
-
-OPEN_STREAMS = pb.DESCRIPTOR.services_by_name["ParameterServerService"].methods_by_name["PushSparse"].server_streaming
-"""Whether pushes and pulls are streams both ways."""
 
 _ONE_MESSAGE_BYTES = 3 << 20
 _FRAMING_BYTES = 5  # gRPC's, of a message
@@ -67,12 +63,8 @@ class ReplayWorker:
             message.identity.CopyFrom(identity)
             message.generation, message.base_version = joined.generation, joined.version
         push, pull = f"{SERVICE}/PushSparse", f"{SERVICE}/PullDiff"
-        if OPEN_STREAMS:
-            self._pushes = self._channel.stream_stream(push)()
-            self._pulls = self._channel.stream_stream(pull)()
-        else:
-            self._push_call = self._channel.stream_unary(push)
-            self._pull_call = self._channel.unary_stream(pull)
+        self._pushes = self._channel.stream_stream(push)()
+        self._pulls = self._channel.stream_stream(pull)()
 
     def load(self, messages: Sequence[bytes]) -> None:
         """Replay another push of the same groups from now on; messages as at first."""
@@ -80,34 +72,22 @@ class ReplayWorker:
 
     async def push(self) -> None:
         """Push; returns when the server has applied it."""
-        if OPEN_STREAMS:
-            await self._write_push()
-            answer = await self._pushes.read()
-        else:
-            answer = await self._push_call(_each([self._next_header(), *self._rest]), timeout=CALL_SECONDS)
-        self._push.header.base_version = self._note_answer(answer)
+        await self._write_push()
+        self._push.header.base_version = self._note_answer(await self._pushes.read())
 
     async def exchange(self) -> None:
-        """Push and pull, in one round trip where the request for the reply may be sent ahead."""
-        if OPEN_STREAMS:
-            await self._write_push()
-            self._pull.after_step = self._push.header.step
-            await self._pulls.write(self._pull.SerializeToString())
-            self._note_answer(await self._pushes.read())
-            while not self._note(await self._pulls.read()):
-                pass
-        else:
-            await self.push()
-            async for message in self._pull_call(self._pull.SerializeToString(), timeout=CALL_SECONDS):
-                self._note(message)
-
-    def _next_header(self) -> bytes:
-        self._push.header.step += 1
-        return self._push.SerializeToString()
+        """Push and pull, in one round trip: the request for the reply is sent ahead."""
+        await self._write_push()
+        self._pull.after_step = self._push.header.step
+        await self._pulls.write(self._pull.SerializeToString())
+        self._note_answer(await self._pushes.read())
+        while not self._note(await self._pulls.read()):
+            pass
 
     async def _write_push(self) -> None:
         """Send a small push as one message: messages that share no field but a repeated one join by their bytes."""
-        messages = [self._next_header(), *self._rest]
+        self._push.header.step += 1
+        messages = [self._push.SerializeToString(), *self._rest]
         if sum(map(len, messages)) < _ONE_MESSAGE_BYTES:
             messages = [b"".join(messages)]
         for message in messages:
@@ -134,8 +114,3 @@ class ReplayWorker:
         leave = self._channel.unary_unary(f"{SERVICE}/Leave", pb.LeaveRequest.SerializeToString)
         await leave(pb.LeaveRequest(identity=self._join.identity), timeout=CALL_SECONDS)
         await self._channel.close()
-
-
-async def _each(messages: Sequence[bytes]) -> AsyncIterator[bytes]:
-    for message in messages:
-        yield message

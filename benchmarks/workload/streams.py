@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from benchmarks.workload.replay_worker import OPEN_STREAMS
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
@@ -17,13 +16,13 @@ def push_requests(
     push: SparseSlice,
     groups: Sequence[Span],
     *,
-    step: int,
-    generation: int,
-    base_version: int,
     chunk_bytes: int,
+    step: int = 0,
+    generation: int = 0,
+    base_version: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Iterator[pb.PushSparseRequest]:
-    """Yield what a worker sends: header, the chunks of each group, commit."""
+    """Yield what a worker sends: header, the chunks of each group, commit. Numbers may be filled in later."""
     header = pb.PushHeader(
         identity=identity,
         step=step,
@@ -41,5 +40,5 @@ def push_requests(
             continue
         for chunk, _ in frames.encode(part, form, chunk_bytes=chunk_bytes, group=number):
             checksum.add(chunk)
-            yield pb.PushSparseRequest(chunks=[chunk]) if OPEN_STREAMS else pb.PushSparseRequest(chunk=chunk)
+            yield pb.PushSparseRequest(chunks=[chunk])
     yield pb.PushSparseRequest(commit=checksum.commit())

@@ -1,4 +1,4 @@
-"""Section *ldte*: real captures, the published search within its tolerance, a report that says what is missing."""
+"""LDTE: real captures, the published search within its tolerance, a report that says what is missing."""
 
 import json
 import sys
@@ -11,16 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from benchmarks import ldte
-from benchmarks.harness.section import Plan
+from benchmarks.ldte import __main__ as program
 from benchmarks.ldte import capture, published
 from benchmarks.ldte import runs as ldte_runs
-from benchmarks.ldte.__main__ import main
 from benchmarks.ldte.capture import MOMENTUM, Moment, moments
 from benchmarks.ldte.findings import ALL, examine
-from benchmarks.ldte.runs import Job, Result, read, run
+from benchmarks.ldte.runs import Job, Result, run
 from benchmarks.ldte.speed import BY_TENSOR, LDTE, MERGED, TOPK, measure
-from benchmarks.workload.layouts import one_tensor
 from pscore.selection import entries_for
 
 CPU = torch.device("cpu")
@@ -143,39 +140,34 @@ def test_timing_compares_all_methods_on_the_same_steps(captured, over, vectors):
 def test_results_are_written_and_read(small_runs, tmp_path):
     job = Job("cifar10", "densenet121", batch_size=8, steps=4, rounds=1)
     result = run(job, tmp_path, lambda what: None)
-    assert read(job, json.loads(json.dumps(result.plain()))) == result
+    assert Result.read(job, json.loads(json.dumps(result.plain()))) == result
     assert [*result.losses] == [1, 2, 4]
 
 
 def test_the_command_writes_its_report_and_goes_on(small_runs, tmp_path, monkeypatch, capsys):
-    page = tmp_path / "page.md"
-    page.write_text("<!-- measured: begin -->\n<!-- measured: end -->\n")
     command = ["--models", "resnet50", "densenet121", "--steps", "4", "--batch-size", "8", "--rounds", "1"]
-    command += ["--output", str(tmp_path / "out"), "--page", str(page)]
-    assert main(command) == 0
-    written = {path.name for path in (tmp_path / "out").iterdir()}
-    assert written >= {"report.md", "report.html", "ldte.json", "ldte-distances.png", "cifar100-resnet50.json"}
-    text = page.read_text()
-    for part in ("ResNet-50, CIFAR-100", "×1.55", "×1.12", "not measured", "not CIFAR", "ldte-speed.png"):
+    command += ["--output", str(tmp_path)]
+    assert program.main(command) == 0
+    assert {"report.md", "report.json", "ldte-distances.png", "journal.jsonl"} <= {p.name for p in tmp_path.iterdir()}
+    text = (tmp_path / "report.md").read_text()
+    for part in ("ResNet-50, CIFAR-100", "×1.55", "×1.12", "not measured", "not CIFAR", "ldte-distances.png"):
         assert part in text, part
-    monkeypatch.setattr(ldte_runs, "run", lambda *rest: pytest.fail("ran again"))
-    assert main(command) == 0
+    monkeypatch.setattr(program, "run", lambda *rest: pytest.fail("ran again"))
+    assert program.main(command) == 0
 
 
 def test_without_cifar_the_command_says_what_is_missing(tmp_path, capsys):
     if not capture.importlib.util.find_spec("torchvision"):
         pytest.skip("torchvision is not installed")
     command = ["--data", str(tmp_path / "none"), "--models", "densenet121", "--output", str(tmp_path / "out")]
-    assert main(command) == 1
+    assert program.main(command) == 1
     assert "data_batch_1" in capsys.readouterr().err
 
 
-def test_the_section_says_where_torchvision_is_missing(monkeypatch):
+def test_without_torchvision_the_command_says_so(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(capture.importlib.util, "find_spec", lambda name: None)
-    plan = Plan(True, one_tensor(10), "", 0.01, 3, 3, 0, lambda what: None)
-    section = ldte.run(plan)
-    assert section.tables == []
-    assert "torchvision" in section.notes[0]
+    assert program.main(["--output", str(tmp_path)]) == 1
+    assert "torchvision" in capsys.readouterr().err
 
 
 def test_one_model_on_digits_in_cifars_format(tmp_path):

@@ -1,12 +1,13 @@
 """What is drawn can be told apart: on light and dark ground, without each kind of receptor, and without colour."""
 
+import json
 from itertools import combinations
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-from benchmarks.harness import plots
+from benchmarks.harness import machine, plots, report
+from benchmarks.harness.section import Section, Table
 
 GROUNDS = ("#ffffff", "#16181c")
 
@@ -56,19 +57,9 @@ def test_more_series_than_colours_differ_still():
 
 @pytest.mark.parametrize("marked", [True, False])
 @pytest.mark.parametrize("count", [2, 7, len(plots.PALETTE)])
-def test_no_two_series_share_a_colour_nor_marker_and_dash(monkeypatch, count, marked):
-    drawn = []
-    frame = plots._frame
-
-    def spy(axes):
-        figure, plane = frame(axes)
-        drawn.append(plane)
-        return figure, plane
-
-    monkeypatch.setattr(plots, "_frame", spy)
+def test_no_two_series_share_a_colour_nor_marker_and_dash(count, marked):
     curves = [plots.Line(str(i), [(1, 1), (2, i)], dashed=marked and i % 2 == 1, marked=marked) for i in range(count)]
-    assert ElementTree.fromstring(plots.lines("t", "c", ("x", "y"), curves).svg) is not None
-    lines = drawn[0].get_lines()
+    lines = plots.lines("key", "t", "c", ("x", "y"), curves).figure.axes[0].get_lines()
     assert len({line.get_color() for line in lines}) == count
     if marked:
         assert len({line.get_marker() for line in lines}) == count
@@ -78,5 +69,22 @@ def test_no_two_series_share_a_colour_nor_marker_and_dash(monkeypatch, count, ma
 
 
 def test_more_series_than_colours_are_refused():
+    curves = [plots.Line(str(i), [(1, i)]) for i in range(len(plots.PALETTE) + 1)]
     with pytest.raises(ValueError, match="too many"):
-        plots.lines("t", "c", ("x", "y"), [plots.Line(str(i), [(1, i)]) for i in range(len(plots.PALETTE) + 1)])
+        plots.lines("key", "t", "c", ("x", "y"), curves)
+
+
+def test_a_report_has_its_tables_pictures_and_figures(tmp_path):
+    table = Table("Rows of text", ("what", "ms"), [("step", "1"), ("– part", "0.5")])
+    curves = [plots.Line("a", [(1, 2), (4, 8)]), plots.Line("c", [(1, 1), (4, 3)], dashed=True)]
+    drawn = [plots.lines("speed", "Speed", "What it says.", ("workers", "times"), curves, log_x=True)]
+    drawn.append(plots.bars("bars", "Bars", "Long and short.", "steps", [("one", 1.0), ("two", 2.0)]))
+    sections = [Section("first", "First", [table], drawn, ["A note."], {"x": 1}), Section("second", "Second")]
+    facts = machine.describe("benchmarks.bench", ["--quick"])
+    page, data, *pictures = report.write(tmp_path, "Title", facts, sections)
+    assert json.loads(data.read_text())["figures"]["first"]["x"] == 1
+    assert [path.name for path in pictures] == ["speed.png", "bars.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
+    text = page.read_text()
+    for part in ("# Title", "python -m benchmarks.bench --quick", "| – part | 0.5 |", "](speed.png)", "* A note."):
+        assert part in text, part

@@ -63,7 +63,7 @@ def test_one_worker_pays_every_cost_once():
 
 
 def test_a_seed_says_everything():
-    cluster = replace(SMALL, workers=20, noise=0.3)
+    cluster = replace(SMALL, workers=20)
     assert simulate(cluster, COSTS, seed=7) == simulate(cluster, COSTS, seed=7)
     assert simulate(cluster, COSTS, seed=7) != simulate(cluster, COSTS, seed=8)
 

@@ -4,9 +4,9 @@ import itertools
 
 from benchmarks.campaign import processes
 from benchmarks.campaign.comparison import Cell, Comparison, Entrant
-from benchmarks.campaign.ledger import Ledger
+from benchmarks.campaign.journal import Journal
 from benchmarks.campaign.spec import Form, Outcome, Run, Spec
-from benchmarks.compare.plan import Plan
+from benchmarks.compare.stages import FORM, Plan
 from psservice.storage.environment import MACHINE
 
 SMALL = Plan(
@@ -16,8 +16,8 @@ SMALL = Plan(
     tuned_at=(4,),
     seeds=(0, 1),
     samples=640,
-    search_samples=320,
 )
+STAGES = SMALL.stages(0.01)
 
 
 class Silent:
@@ -27,14 +27,14 @@ class Silent:
         self.planned = self.over = 0.0
         self.begun = []
 
-    def plan(self, expected_seconds):
-        self.planned += expected_seconds
+    def plan(self, seconds):
+        self.planned += seconds
 
-    def begin(self, what):
+    def say(self, what):
         self.begun.append(what)
 
-    def done(self, expected_seconds, seconds):
-        self.over += expected_seconds
+    def done(self, planned, seconds):
+        self.over += planned
 
 
 def outcome(score=0.9, loss=0.3, **others):
@@ -47,14 +47,15 @@ def run(method="dgs", workers=4, seed=0, task="digits", **results):
 
 
 def comparison(path, do):
-    return Comparison(Ledger(path), Silent(), do)
+    """A comparison that does runs so; without ``do`` it reads its journal alone."""
+    return Comparison(Journal(path, Silent(), does=do is not None), do)
 
 
 def keep(made, *runs):
     """Put runs into a comparison as if it had done them."""
     for each in runs:
         spec = each.spec
-        place = Cell(spec.task, spec.simulated, spec.workers), Entrant(spec.method, "")
+        place = Cell(spec.task, spec.simulated, spec.workers), Entrant(spec.method, FORM)
         made.runs.setdefault(place, {})[spec.seed] = each
 
 

@@ -6,16 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.campaign import fashion, fetch, processes, tasks, text
+from benchmarks.campaign import fashion, fetch, processes, report, tasks, text
 from benchmarks.campaign.comparison import ASGD, Comparison, Entrant, Stage
 from benchmarks.campaign.execute import execute, most_seconds
-from benchmarks.campaign.ledger import Ledger
+from benchmarks.campaign.journal import Journal
 from benchmarks.campaign.methods import METHODS
 from benchmarks.campaign.spec import Spec
 from benchmarks.evidence import __main__ as program
-from benchmarks.evidence import curves, report
 from benchmarks.evidence.stages import FORMS, MAIN, POINTS, QUICK, full
-from benchmarks.harness import machine
+from benchmarks.harness.machine import describe
+from benchmarks.harness.report import markdown
 from tests.benchmarks.campaign.campaign_makers import Silent, outcome, serve_while_time_jumps
 
 pytestmark = pytest.mark.timeout(400)  # the first run of a machine compiles all loops before it forks
@@ -40,9 +40,14 @@ def losses(spec):
 
 
 def evidence(path, stages, do=losses):
-    found = Comparison(Ledger(path), Silent(), do)
+    found = Comparison(Journal(path, Silent(), does=do is not None), do)
     found.run(stages)
     return found
+
+
+def written(found):
+    """The report of an evidence."""
+    return markdown("Evidence", describe("x", []), [report.section("evidence", "", found, program.RIVALS)])
 
 
 def test_the_main_question_is_asked_first():
@@ -74,7 +79,7 @@ def test_a_rate_that_is_given_is_not_searched(tmp_path):
     found = evidence(tmp_path / "journal.jsonl", [stage], lambda spec: done.append(spec) or losses(spec))
     assert {spec.rate for spec in done} == {0.5}
     assert not any(spec.validation for spec in done)
-    assert "it is 0.5 for all" in report.markdown(machine.describe([]) | {"command": "x"}, found)
+    assert "it is 0.5 for all" in written(found)
 
 
 def test_real_runs_take_the_simulators_settings_and_leave_out_what_is_hopeless(tmp_path):
@@ -100,12 +105,15 @@ def test_the_report_answers_and_says_what_was_not_run(tmp_path):
     path = tmp_path / "journal.jsonl"
     evidence(path, [SIMULATED])
     found = evidence(path, [SIMULATED, REAL], do=None)
-    page = report.markdown(machine.describe([]) | {"command": "x"}, found)
+    page = written(found)
     assert "RMSprop on the server, 3 % of bytes | 2.9% | 2.9% | 1.800 (+0.001 ± 0.001, better)" in page
     assert "2.500 (−0.499 ± 0.001, worse)" in page
     assert "RMSprop on the server, 3 % of bytes: better (better than dense ASGD)" in page
     assert "Python source, small transformer, real: 0 of 4 with 4 workers." in page
-    assert [path.name for path in curves.draw(tmp_path, found.runs)] == ["evidence-text-tiny-simulated-4.png"]
+    assert [plot.key for plot in report.section("evidence", "", found, program.RIVALS).plots] == [
+        "evidence-workers",
+        "evidence-text-tiny-simulated-4",
+    ]
 
 
 def test_simulated_workers_are_equally_stale_and_train_alike_each_time():
@@ -121,10 +129,10 @@ def test_the_program_runs_a_stage_to_its_last_file_and_reports_it_again(tmp_path
     stage = ["--only", "simulated", "--methods", "asgd", "rmsprop", "--seeds", "0", "--samples", "256"]
     command = ["--quick", *stage, "--rate", "0.125", "--output", str(tmp_path)]
     assert program.main(command) == 0
-    assert "**Python source, small transformer, simulated" in capsys.readouterr().out
+    assert "Python source, small transformer, simulated" in capsys.readouterr().out
     journal = (tmp_path / "journal.jsonl").read_text()
     assert journal.count("\n") == 3
-    reports = {"evidence.md", "evidence-text-tiny-simulated-4.png"}
+    reports = {"report.md", "report.json", "evidence-workers.png", "evidence-text-tiny-simulated-4.png"}
     assert {path.name for path in tmp_path.iterdir()} == reports | {"journal.jsonl"}
     for name in reports:
         (tmp_path / name).unlink()

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.campaign.ledger import Ledger
-from benchmarks.harness import machine
+from benchmarks.campaign.journal import Journal
+from benchmarks.harness.machine import describe
+from benchmarks.harness.report import markdown
 from benchmarks.network import lab
 from benchmarks.rivals import __main__ as rivals
 from benchmarks.rivals import report
@@ -61,7 +62,7 @@ def network(monkeypatch):
 
 def test_a_rival_is_trained_once_and_timed_in_each_cell(tmp_path, network):
     done = []
-    campaign = Campaign(Ledger(tmp_path / "journal.jsonl"), Silent(), 4096, trained(done))
+    campaign = Campaign(Journal(tmp_path / "journal.jsonl", Silent()), 4096, trained(done))
     campaign.run([CELL])
     assert {rate for _, rate in campaign.chosen.values()} == {0.125}
     assert not any(inner == "SGD" for inner, _ in campaign.chosen.values())
@@ -73,30 +74,27 @@ def test_a_rival_is_trained_once_and_timed_in_each_cell(tmp_path, network):
         assert time_to(3.0, measured.curve) == pytest.approx(10 * 0.06 + 40 * 0.03)
     assert campaign.measured[CELL, "power-1"].step_seconds == pytest.approx(0.03)
     assert campaign.measured[CELL, "power-1"][2:] == (100, 200)
-    words = report.markdown(
-        machine.describe([]) | {"command": "x"}, campaign, [CELL, CELL._replace(scenario="slow")], [3.0, 1.0]
-    )
+    section = report.section(campaign, [CELL, CELL._replace(scenario="slow")], [3.0, 1.0])
+    words = markdown("Rivals", describe("x", []), [section])
     assert f"| 100 Mbit/s, 0 ms, all equal |{' 2 |' * len(CONTENDERS)} 1.00 × |" in words
     assert f"| 100 Mbit/s, 0 ms, all equal |{' – |' * (len(CONTENDERS) + 1)}" in words
     assert "| 100 Mbit/s, 0 ms, all equal | 32 | 32 | 32 | 30 |" in words
     assert "Measured on loopback, DDP: 10 ms with 4." in words
     assert "Not run: 100 Mbit/s, 0 ms, one 4 × slower, 4 workers." in words
     count = len(done)
-    Campaign(Ledger(tmp_path / "journal.jsonl"), Silent(), 4096, trained(done)).run([CELL])
+    Campaign(Journal(tmp_path / "journal.jsonl", Silent()), 4096, trained(done)).run([CELL])
     assert len(done) == count
 
 
-def test_the_program_writes_its_report_and_page_and_goes_on_from_its_journal(tmp_path, network, monkeypatch, capsys):
-    done, page = [], tmp_path / "page.md"
-    page.write_text("<!-- measured: begin -->\n<!-- measured: end -->\n")
+def test_the_program_writes_its_report_and_goes_on_from_its_journal(tmp_path, network, monkeypatch, capsys):
+    done = []
     monkeypatch.setattr(lab, "unavailable", lambda: "")
     monkeypatch.setattr(rivals, "train", trained(done))
-    command = ["--quick", "--output", str(tmp_path / "output"), "--page", str(page)]
+    command = ["--quick", "--output", str(tmp_path / "output")]
     assert rivals.main(command) == 0
-    written = (tmp_path / "output" / "rivals.md").read_text()
+    written = (tmp_path / "output" / "report.md").read_text()
     assert "| 100 Mbit/s, 0 ms, all equal |" in written
-    assert "| 100 Mbit/s, 0 ms, all equal |" in page.read_text()
-    assert "| 100 Mbit/s, 0 ms, all equal |" in capsys.readouterr().out
+    assert "100 Mbit/s, 0 ms" in capsys.readouterr().out
     count = len(done)
     assert rivals.main(command) == rivals.main([*command, "--report"]) == 0
     assert len(done) == count
@@ -159,7 +157,7 @@ def test_the_batches_of_a_worker_that_is_not_there_are_missing():
 def test_in_a_cell_with_a_loss_rivals_train_to_the_end_and_the_new_worker_comes_in_time(tmp_path, network):
     done = []
     cell = CELL._replace(scenario="lost")
-    campaign = Campaign(Ledger(tmp_path / "journal.jsonl"), Silent(), 65536, trained(done))
+    campaign = Campaign(Journal(tmp_path / "journal.jsonl", Silent()), 65536, trained(done))
     campaign.run([cell])
     lost = {job.contender: job for job, is_in_network in done if is_in_network and job.lost_at}
     assert lost.keys() == CONTENDERS.keys()
