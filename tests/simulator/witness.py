@@ -136,6 +136,9 @@ class Witness:
             return
         found, generation = State.of(shard.model), shard.model.generation
         if not self.states or (self._is_unseen and found.groups and found not in self.states):
+            unsure = {key for key, at in self._applied.items() if at >= len(self.states)}
+            self._applied = {key: at for key, at in self._applied.items() if key not in unsure}
+            self._perhaps |= unsure
             self._turn(found, generation)  # nobody was told
             return
         if generation == self.generation:
