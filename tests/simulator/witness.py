@@ -151,9 +151,8 @@ class Witness:
         lost = f"version {found.version}, told was {self.states[self.told].version}"
         require(gone_back or may_lose or index >= self.told, lost)
         unsure = {key for key, at in self._applied.items() if at > index}
-        if not gone_back or may_lose:
-            self._applied = {key: at for key, at in self._applied.items() if at <= index}
-            self._perhaps |= unsure if gone_back or not same else set()
+        self._applied = {key: at for key, at in self._applied.items() if at <= index}
+        self._perhaps |= unsure if gone_back or not same else set()
         self._turn(found, generation)
 
     def _index_from_told(self, found):
