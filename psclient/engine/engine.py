@@ -254,6 +254,7 @@ class Engine:
                 self.overlap.close()  # before the worker leaves: a pull under way would join again
         finally:
             self._end_calls()
+            self.life.thread.close(_LEAVING_SECONDS)
 
     def _end_calls(self) -> None:
         if self._samples is not None:

@@ -43,6 +43,10 @@ _SWEEP_SECONDS = 0.25
 _LINGER_SWEEPS = 40  # without a call, so that slow steps need not start a thread each
 
 
+def _no_limit() -> float:
+    return math.inf
+
+
 class Stream:
     """One bidirectional call; ``begin`` starts it from an iterator of serialized messages.
 
@@ -59,7 +63,7 @@ class Stream:
         self._sending_since = self._waiting_since = math.inf  # monotonic seconds; infinite while neither is done
         self._busy_seconds = 0.0
         self._idle_seconds = math.inf
-        self._limit: Callable[[], float] = lambda: math.inf
+        self._limit: Callable[[], float] = _no_limit
         self._has_stalled = False
         self._call = begin(self._outgoing())
         detector.add(self)
@@ -94,7 +98,7 @@ class Stream:
                 raise Transient(f"nothing has moved for {self._idle_seconds:.0f} s", lost=True) from None
             raise
         finally:
-            self._waiting_since = math.inf
+            self._waiting_since, self._limit = math.inf, _no_limit  # it may refer to who owns the stream
 
     def note_receipt(self) -> None:
         """Note that the server has received bytes: the line is slow, and not dead."""
