@@ -127,10 +127,11 @@ class ServerSettings(LayeredSettings):
     ledger_multiple: float = setting(1.0, "entries of the change log, as a multiple of the shard's elements", gt=0)
     apply_queue_limit: int = setting(256, "pushes and pulls at work or waiting; pushes beyond are refused, BUSY", ge=1)
     image_bytes: int = setting(4 << 30, "memory of replicas' images (top-k replies); replies are exact beyond", ge=0)
-    stream_bytes: int = setting(0, "memory of one push or upload; 0: enough for any valid one of the shard", ge=0)
-    worker_bytes: int = setting(0, "memory of all calls of a worker, BUSY beyond; 0: twice that of a stream", ge=0)
-    inflight_bytes: int = setting(
-        0, "memory of all pushes, all pulls, all downloads (each), BUSY beyond; 0: 32 an element, 1 GiB at least", ge=0
+    memory_bytes: int = setting(
+        0,
+        "memory of pushes and uploads (two thirds) and of answers (a third), BUSY beyond; half may be one worker's; "
+        "0: 96 an element, 3 GiB at least",
+        ge=0,
     )
     stream_idle_seconds: float = setting(60.0, "cancel a call whose client does not send or read for so long", gt=0)
     stream_seconds: float = setting(3600.0, "cancel a call still waiting for its client this long after it began", gt=0)

@@ -120,7 +120,7 @@ def sweep(sweeper: Sweeper, grid: Grid) -> Section:
         f"Servers at 25 Gbit/s, workers at 10, {sweeps.COMPUTE:g} s of compute a step. Costs are those of this "
         "machine's CPU, for workers too: selecting from 10⁹ parameters on a core is part of each step, and a GPU would "
         f"take far less. Servers have {sweeps.CORES} such cores, one interpreter, and 64 GiB for calls "
-        "(`--inflight-bytes`).",
+        "(`--memory-bytes`).",
         "GB a shard: parameters, ledger, an image for each worker that is answered top-k, calls in flight, the "
         "process.",
     ]

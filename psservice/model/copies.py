@@ -49,12 +49,11 @@ class _Kept:
     marks: NDArray[np.uint64] | torch.Tensor | None = None  # of each kept element a bit, on a device a bool
     entries: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # ascending offsets, values
     rest: tuple[int, torch.Tensor] | None = None  # every element from an offset on; counts where no entry does
+    kept_bytes: int = 0  # of entries and rest
 
     @property
     def nbytes(self) -> int:
-        entries = sum([offsets.nbytes + values.nbytes for offsets, values in [*self.entries]])
-        marks = 0 if self.marks is None else self.marks.nbytes
-        return entries + marks + (0 if self.rest is None else self.rest[1].nbytes)
+        return self.kept_bytes + (0 if (marks := self.marks) is None else marks.nbytes)
 
     def write_into(self, values: torch.Tensor, start: int) -> None:
         """Overwrite what was read from a tensor from ``start`` on with what is kept of that."""
@@ -122,10 +121,12 @@ class CopyOnWrite:
             rest = first, watched.flat[first:].clone()
             with self._lock:
                 kept.rest = rest
+                kept.kept_bytes += rest[1].nbytes
         elif (new := watched.find_new(kept, offsets, first)).numel():
             entries = new, watched.flat[new]
             with self._lock:
                 kept.entries.append(entries)
+                kept.kept_bytes += entries[0].nbytes + entries[1].nbytes
 
     def open(self, tensor: torch.Tensor) -> TensorCopy:
         """Open a copy of a tensor as it is."""

@@ -220,9 +220,11 @@ class Metrics:
             "rpc",
         )
         self.calls_cut = counter("psservice_calls_cut", "Calls cancelled because the client stalled", ["rpc", "why"])
-        self.bytes_in_flight = gauge("psservice_bytes_in_flight", "Memory that open calls occupy, bytes")
+        self.bytes_in_flight = gauge(
+            "psservice_bytes_in_flight", "Memory of received and sent messages, and of copies kept for answers, bytes"
+        )
         self.bytes_in_flight_limit = gauge(
-            "psservice_bytes_in_flight_limit", "Memory that open calls may occupy before other calls are refused, bytes"
+            "psservice_bytes_in_flight_limit", "Memory that these may occupy before other calls are refused, bytes"
         )
         self.image_bytes = gauge("psservice_image_bytes", "Memory of the images of workers' replicas, bytes")
         self.image_bytes_limit = gauge(

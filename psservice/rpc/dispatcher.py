@@ -295,7 +295,7 @@ class Dispatcher:
             message = parse(opened.call, raw)
             return await self._until_ready(opened, partial(self._check_and_reply, opened, handler, message))
         work = partial(reply_to, opened.call, cast(_OneMessage, handler), raw)
-        with self._request_budget.open() as reservation:  # it waits for a thread, or for others
+        with self._request_budget.receive() as reservation:  # it waits for a thread, or for others
             reservation.add(received_bytes(len(raw)))
             return await self._until_ready(opened, partial(opened.run, work))
 

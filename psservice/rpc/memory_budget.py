@@ -1,15 +1,22 @@
-"""Bytes in flight: what calls occupy while they run, limited by stream, by worker and in total.
+"""The account of a shard's memory that grows with its calls: one limit for what is received and what is sent.
 
 A call is charged for a message on arrival, and, before the decoding, for what the content will occupy at its largest.
-A pull is charged before its reply is made, at its largest; once the reply is made it counts for what it occupies, and
-once for all calls that send it. Beyond a limit a call is refused, and its bytes are released; nothing here waits. The
-oldest call in flight is exempt from the total, and the oldest of a worker from the worker's limit. So the oldest call
-is never refused, and memory stays below the total and one stream.
+A sparse reply is charged before it is made, at its largest; once it is made it counts for what it occupies, and once
+for all calls that send it. A dense reply and a download are not charged: they read the model while they are sent, and
+what pushes overwrite meanwhile is kept and counts (:mod:`psservice.model.copies`).
+
+What is received may have two thirds of the limit, and answers, with what is kept for them, a third. So clients that
+read slowly keep no push out. A worker's calls may have a half. While what is kept exceeds the answers' share, no
+answer begins; it may grow by one model meanwhile, because pushes keep a value for the newest copies only.
+
+Beyond a limit a call is refused, and its bytes are released; nothing here waits. The oldest call that receives and the
+oldest that answers are exempt, and so is the oldest of a worker.
 """
 
 import math
 import random
 import threading
+from collections.abc import Callable
 from typing import Protocol
 
 from google.protobuf.message import Message
@@ -27,15 +34,15 @@ _ROOM_BYTES = 32 << 20  # for what does not grow with the model
 _ELEMENT_BYTES = 48  # of a push of every element, as raw offsets and fp32 values: 40 are charged
 _TENSOR_BYTES = 16 << 10  # each may be a group, and a chunk or a few, of its own
 
-_LEAST_LIMIT_BYTES, _LIMIT_ELEMENT_BYTES = 1 << 30, 32  # of all calls of a kind, as --inflight-bytes has it
+_LEAST_LIMIT_BYTES, _LIMIT_ELEMENT_BYTES = 3 << 30, 96  # of all calls, as --memory-bytes has it
 
 _RETRY_SECONDS = 0.5
 
 
 def default_limit(elements: int) -> int:
-    """Return the bytes of all calls of a kind if ``--inflight-bytes`` names none: eight times the shard's in fp32.
+    """Return the limit if ``--memory-bytes`` names none: 24 times the bytes of the shard in fp32.
 
-    That is one push of every element and small ones beside it, or eight replies of every element.
+    That is one push of every element and small ones beside it, and sparse replies of a third.
     """
     return max(_LEAST_LIMIT_BYTES, _LIMIT_ELEMENT_BYTES * elements)
 
@@ -59,39 +66,51 @@ class SharedBytes(Protocol):
 class MemoryBudget:
     """The calls in flight and what they occupy, at most ``most`` bytes. Thread-safe.
 
+    Args:
+        most: the limit.
+        kept: returns the bytes that are kept for answers that read the model while they are sent.
+
     Attributes:
-        bytes: charged to calls, beside what they share.
+        received: charged to calls that receive.
+        answered: charged to calls that answer, beside what they share.
         shared: what calls send, by the number of calls that do.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, most: int, kept: Callable[[], int] = lambda: 0) -> None:
+        self.most, self.kept = most, kept
         self.lock = threading.Lock()
-        self.bytes = 0
+        self.received = self.answered = 0
         self.shared: dict[SharedBytes, int] = {}
-        self.calls: dict[Reservation, None] = {}
+        self.receiving: dict[Reservation, None] = {}
+        self.answering: dict[Reservation, None] = {}
         self.by_worker: dict[str, dict[Reservation, None]] = {}
 
     @property
     def total(self) -> int:
         """Bytes that all calls occupy."""
+        kept = self.kept()
         with self.lock:
-            return self.total_now()
+            return self.received + self.answers() + kept
 
-    def total_now(self) -> int:
-        """Bytes that all calls occupy; ``lock`` is held."""
-        return self.bytes + sum(each.nbytes for each in self.shared)
+    def answers(self) -> int:
+        """Bytes that calls which answer occupy, without what is kept for them; ``lock`` is held."""
+        return self.answered + sum([each.nbytes for each in self.shared])
 
-    def open(self, largest: float = math.inf, most_of_worker: float = math.inf) -> "Reservation":
-        """Return the reservation of a new call, a context; ``most_of_worker`` is for all calls of its worker."""
-        return Reservation(self, largest, most_of_worker)
+    def receive(self, largest: float = math.inf) -> "Reservation":
+        """Return the reservation of a new call that receives up to ``largest`` bytes, a context."""
+        return Reservation(self, largest, answers=False)
+
+    def answer(self) -> "Reservation":
+        """Return the reservation of a new call that answers, a context."""
+        return Reservation(self, math.inf, answers=True)
 
 
 class Reservation:
     """What one call occupies, until the end of the context."""
 
-    def __init__(self, budget: MemoryBudget, largest: float, most_of_worker: float) -> None:
-        self._budget, self._largest, self._most_of_worker = budget, largest, most_of_worker
+    def __init__(self, budget: MemoryBudget, largest: float, *, answers: bool) -> None:
+        self._budget, self._largest, self._answers = budget, largest, answers
+        self._calls = budget.answering if answers else budget.receiving
         self._worker: str | None = None
         self._of_worker: dict[Reservation, None] = {}  # this call and its worker's others, the oldest first
         self.bytes = 0
@@ -99,19 +118,18 @@ class Reservation:
 
     def __enter__(self) -> "Reservation":
         with self._budget.lock:
-            self._budget.calls[self] = None
+            self._calls[self] = None
         return self
 
     def __exit__(self, *_: object) -> None:
         budget = self._budget
         with budget.lock:
-            budget.bytes -= self.bytes
-            self.bytes = 0
+            self._charge(-self.bytes)
             if self.shared is not None:
                 budget.shared[self.shared] -= 1
                 if not budget.shared[self.shared]:
                     del budget.shared[self.shared]
-            del budget.calls[self]
+            del self._calls[self]
             if self._worker is not None:
                 del self._of_worker[self]
                 if not self._of_worker:
@@ -125,15 +143,14 @@ class Reservation:
     def clear(self) -> None:
         """Release what was charged so far."""
         with self._budget.lock:
-            self._budget.bytes -= self.bytes
-            self.bytes = 0
+            self._charge(-self.bytes)
 
     def share(self, made: SharedBytes) -> None:
         """Release what was charged so far, and count what has been made until the call's end, once for all calls."""
         budget = self._budget
         with budget.lock:
-            budget.bytes -= self.bytes
-            self.bytes, self.shared = 0, made
+            self._charge(-self.bytes)
+            self.shared = made
             budget.shared[made] = budget.shared.get(made, 0) + 1
 
     def belongs_to(self, worker_id: str) -> None:
@@ -148,22 +165,35 @@ class Reservation:
     def add(self, nbytes: int) -> None:
         """Charge more bytes; raises ``BAD_REQUEST`` beyond any valid stream, ``BUSY`` beyond the other limits."""
         budget = self._budget
+        kept = budget.kept()
         with budget.lock:
-            mine, total = self.bytes + nbytes, budget.total_now() + nbytes
+            mine = self.bytes + nbytes
             if mine > self._largest:
                 raise Rejected(
                     ErrorCode.BAD_REQUEST,
-                    f"this stream would occupy {mine} bytes here, at most {self._largest} are given to one; send "
-                    "larger chunks, or raise --stream-bytes",
+                    f"this stream would occupy {mine} bytes here, and no valid one of this shard needs more than "
+                    f"{self._largest}; send larger chunks",
                 )
             if len(self._of_worker) > 1 and next(iter(self._of_worker)) is not self:
                 held = sum([call.occupied for call in self._of_worker])
-                if held + nbytes > self._most_of_worker:
-                    raise _busy(f"calls of worker {self._worker!r} hold {held} bytes (--worker-bytes)")
-            if total > budget.most and next(iter(budget.calls)) is not self:
-                raise _busy(f"calls in flight hold {budget.total_now()} bytes (--inflight-bytes)")
-            self.bytes = mine
-            budget.bytes += nbytes
+                if held + nbytes > budget.most // 2:
+                    raise _busy(f"calls of worker {self._worker!r} hold {held} bytes, half of --memory-bytes is theirs")
+            if next(iter(self._calls)) is not self:
+                answers, share = budget.answers() + kept, budget.most // 3
+                if self._answers and answers + nbytes > share:
+                    raise _busy(f"answers hold {answers} bytes, a third of --memory-bytes is theirs")
+                if not self._answers and budget.received + nbytes > budget.most - share:
+                    raise _busy(
+                        f"pushes and uploads hold {budget.received} bytes, two thirds of --memory-bytes are theirs"
+                    )
+            self._charge(nbytes)
+
+    def _charge(self, nbytes: int) -> None:
+        self.bytes += nbytes
+        if self._answers:
+            self._budget.answered += nbytes
+        else:
+            self._budget.received += nbytes
 
 
 def received_bytes(nbytes: int) -> int:

@@ -57,14 +57,9 @@ class WorkerCalls:
     def __init__(self, shard: Shard) -> None:
         self._shard, self._settings, self._metrics = shard, shard.settings, shard.metrics
         self._layouts = JoinLayouts(shard)
-        most = self._settings.inflight_bytes or default_limit(0)
-        # Apart from one another: clients that read slowly keep no push out.
-        self._push_budget, self._pull_budget, self._download_budget = (MemoryBudget(most) for _ in range(3))
-        self._limited: tuple[ModelLayout | None, tuple[int, int, int]] | None = None  # of a layout
-        self._budgets = self._push_budget, self._pull_budget, self._download_budget
-        self._metrics.bytes_in_flight.set_function(
-            lambda: sum(each.total for each in self._budgets) + shard.uploads.nbytes
-        )
+        self._memory = MemoryBudget(self._settings.memory_bytes or default_limit(0), self._kept_bytes)
+        self._limited: tuple[ModelLayout | None, tuple[int, int]] | None = None  # of a layout
+        self._metrics.bytes_in_flight.set_function(lambda: self._memory.total + shard.uploads.nbytes)
         self._metrics.bytes_in_flight_limit.set_function(self._most_in_flight)
 
     def join(self, call: Call, request: pb.JoinRequest) -> pb.JoinResponse:
@@ -152,8 +147,8 @@ class WorkerCalls:
         """Send the model."""
         shard = self._shard
         self._limits()
-        with self._download_budget.open() as reservation, ExitStack() as ending:
-            reservation.add(4 * shard.require_model(None).span.length)  # the copy, fp32, at its largest
+        with self._memory.answer() as reservation, ExitStack() as ending:
+            reservation.add(0)
             copy = shard.copy_model()
             ending.callback(copy.close)
             model = copy.model
@@ -224,7 +219,7 @@ class WorkerCalls:
                 self._metrics.repeated_pushes.inc()
             assert member is not None
             member.push_bytes += call.received_bytes
-            self._metrics.count("PushSparse", 1, call.received_bytes, dense_bytes=self._limits()[2])
+            self._metrics.count("PushSparse", 1, call.received_bytes, dense_bytes=self._limits()[1])
             return pb.PushSparseResponse(
                 version=answer.version,
                 staleness=answer.staleness,
@@ -247,8 +242,8 @@ class WorkerCalls:
 
     def _pull(self, call: Call, member: Member, request: pb.PullDiffRequest) -> Iterator[bytes]:
         shard, identity = self._shard, member.identity
-        _, most_of_worker, dense = self._limits()
-        with self._pull_budget.open(most_of_worker=most_of_worker) as reservation:
+        _, dense = self._limits()
+        with self._memory.answer() as reservation:
             reservation.belongs_to(identity.worker_id)
             asked = PullRequest(
                 base_version=request.base_version if request.has_base else None,
@@ -355,30 +350,28 @@ class WorkerCalls:
 
     def _stream(self, call: Call) -> Reservation:
         """Open the reservation of a stream that a worker sends; it ends with the request."""
-        most_of_stream, most_of_worker, _ = self._limits()
-        call.reservation = self._push_budget.open(most_of_stream, most_of_worker).__enter__()
+        most_of_stream, _ = self._limits()
+        call.reservation = self._memory.receive(most_of_stream).__enter__()
         return call.reservation
 
-    def _limits(self) -> tuple[int, int, int]:
-        """Return the bytes that a stream may occupy, those that a worker may, and those of all elements.
-
-        The budgets follow the layout too.
-        """
+    def _limits(self) -> tuple[int, int]:
+        """Return the bytes that a stream may occupy, and those of all elements; the account's limit follows too."""
         layout = self._shard.state.layout
         if self._limited is None or self._limited[0] is not layout:
             dense, elements = 0, 0
             if layout is not None:
                 span = self._shard.span
                 dense, elements = dense_bytes(layout, span), span.length
-            stream = self._settings.stream_bytes or largest_stream(layout, elements)
-            self._limited = layout, (stream, self._settings.worker_bytes or 2 * stream, dense)
-            for budget in self._budgets:
-                budget.most = self._settings.inflight_bytes or default_limit(elements)
+            self._limited = layout, (largest_stream(layout, elements), dense)
+            self._memory.most = self._settings.memory_bytes or default_limit(elements)
         return self._limited[1]
 
     def _most_in_flight(self) -> int:
         self._limits()
-        return sum(each.most for each in self._budgets)
+        return self._memory.most
+
+    def _kept_bytes(self) -> int:
+        return 0 if (model := self._shard.model) is None else model.copies.nbytes
 
     def _sent(self, rpc: str, member: Member | None, nbytes: int) -> None:
         self._metrics.count(rpc, sent_bytes=nbytes)

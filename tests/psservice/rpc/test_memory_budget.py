@@ -23,7 +23,7 @@ from psservice.state.push_stream import read_all, read_push
 from psservice.values import Identity
 from tests.psservice.service_makers import F32, layout_of
 
-MOST, WORKER, LARGEST = 100, 60, 50
+MOST, ROOM, WORKER, LARGEST = 120, 80, 60, 50
 IDENTITY = pb.WorkerIdentity(worker_id="anna", incarnation="1")
 
 
@@ -68,7 +68,7 @@ def test_the_limits_hold_whatever_comes_and_what_ends_leaves_nothing(script):
     ledger, calls, owners = MemoryBudget(MOST), {}, {}
     for move, number, nbytes, worker in script:
         if move == "open" and number not in calls:
-            calls[number] = ledger.open(LARGEST, WORKER)
+            calls[number] = ledger.receive(LARGEST)
             calls[number].__enter__()
         elif number not in calls:
             continue
@@ -76,7 +76,7 @@ def test_the_limits_hold_whatever_comes_and_what_ends_leaves_nothing(script):
             calls.pop(number).__exit__(None, None, None)
             owners.pop(number, None)
         else:
-            call, total = calls[number], ledger.bytes
+            call, total = calls[number], ledger.received
             oldest = next(iter(calls)) == number
             if move == "name":
                 nbytes, worker = 0, owners.setdefault(number, worker)
@@ -85,28 +85,28 @@ def test_the_limits_hold_whatever_comes_and_what_ends_leaves_nothing(script):
             why = refused(call.belongs_to, worker) if move == "name" else refused(call.add, nbytes)
             if why is None:
                 assert call.bytes <= LARGEST
-                assert total + nbytes <= MOST or oldest
+                assert total + nbytes <= ROOM or oldest
                 continue
-            assert ledger.bytes == total  # nothing is charged where it is refused
+            assert ledger.received == total  # nothing is charged where it is refused
             if why is ErrorCode.BAD_REQUEST:
                 assert call.bytes + nbytes > LARGEST
             else:
                 assert why is ErrorCode.BUSY
-                assert (total + nbytes > MOST and not oldest) or (held + nbytes > WORKER and mine)
-        assert ledger.bytes == sum(call.bytes for call in calls.values())
-        assert ledger.bytes <= MOST + LARGEST
+                assert (total + nbytes > ROOM and not oldest) or (held + nbytes > WORKER and mine)
+        assert ledger.received == sum(call.bytes for call in calls.values())
+        assert ledger.received <= ROOM + LARGEST
     for call in calls.values():
         call.__exit__(None, None, None)
-    assert (ledger.bytes, ledger.calls, ledger.by_worker) == (0, {}, {})
+    assert (ledger.received, ledger.receiving, ledger.by_worker) == (0, {}, {})
 
 
 def test_the_oldest_gets_through_although_it_needs_more_than_the_total():
     ledger = MemoryBudget(10)
-    with ledger.open() as first, ledger.open() as second:
+    with ledger.receive() as first, ledger.receive() as second:
         first.add(1_000)
-        with pytest.raises(Rejected, match="inflight-bytes"):
+        with pytest.raises(Rejected, match="memory-bytes"):
             second.add(1)
-    with ledger.open() as third:
+    with ledger.receive() as third:
         third.add(1_000)
 
 
@@ -117,34 +117,44 @@ class Made:
 
 
 def test_what_several_calls_send_counts_once_until_the_last_of_them_ends():
-    budget, made = MemoryBudget(100), Made()
-    with budget.open(most_of_worker=100) as first:
+    budget, made = MemoryBudget(300), Made()
+    with budget.answer() as first:
         first.add(90)
         first.share(made)
-        with budget.open(most_of_worker=100) as second:
-            second.belongs_to("anna")
+        with budget.answer() as second:
             second.share(made)
             assert budget.total == 60
-            with budget.open(most_of_worker=100) as third:
-                third.belongs_to("anna")
-                with pytest.raises(Rejected, match="worker-bytes"):
-                    third.add(41)
-        assert budget.total == 60
-        with budget.open() as fourth:
-            fourth.add(40)
-            with pytest.raises(Rejected, match="inflight-bytes"):
-                fourth.add(1)
+        with budget.answer() as third:
+            third.add(40)
+            with pytest.raises(Rejected, match="answers hold 100 bytes"):
+                third.add(1)
     assert (budget.total, budget.shared) == (0, {})
 
 
+def test_answers_keep_nothing_out_that_is_received_and_the_other_way_round():
+    kept = 0
+    budget = MemoryBudget(300, lambda: kept)
+    with budget.receive() as oldest, budget.receive() as push, budget.answer() as slow, budget.answer() as pull:
+        oldest.add(0)
+        push.add(200)
+        pull.add(100)
+        kept = 1
+        with pytest.raises(Rejected, match="answers hold 101 bytes"):
+            pull.add(0)
+        slow.add(1)
+        push.clear()
+        push.add(200)
+        assert budget.total == 302
+
+
 def test_the_oldest_of_a_worker_gets_through_and_other_workers_are_not_concerned():
-    ledger = MemoryBudget(10_000)
+    ledger = MemoryBudget(4_000)
     with ExitStack() as stack:
-        first, second, other = (stack.enter_context(ledger.open(most_of_worker=10)) for _ in range(3))
+        first, second, other = (stack.enter_context(ledger.receive()) for _ in range(3))
         for call, name in ((first, "anna"), (second, "anna"), (other, "bert")):
             call.belongs_to(name)
-        first.add(1_000)
-        other.add(1_000)
+        first.add(2_000)
+        other.add(500)
         with pytest.raises(Rejected, match="'anna'"):
             second.add(1)
 
@@ -152,21 +162,21 @@ def test_the_oldest_of_a_worker_gets_through_and_other_workers_are_not_concerned
 def test_a_stream_is_charged_before_it_is_looked_at_and_given_back_however_it_ends():
     ledger = MemoryBudget(1 << 30)
     messages = [pb.PushSparseRequest(chunks=[pb.Chunk(count=5, length=5)]), pb.PushSparseRequest(commit=pb.Commit())]
-    with ledger.open() as charge:
+    with ledger.receive() as charge:
         seen = []
 
         def reading():
             while (message := (yield)) is not None:
                 seen.append(message)
-                assert ledger.bytes == sum(map(decoded_bytes, seen))
+                assert ledger.received == sum(map(decoded_bytes, seen))
 
         read_all(reading(), checked(messages, charge))
         assert seen == messages
-    assert ledger.bytes == 0
+    assert ledger.received == 0
     seen.clear()
-    with pytest.raises(RuntimeError, match="cut"), ledger.open() as charge:
+    with pytest.raises(RuntimeError, match="cut"), ledger.receive() as charge:
         read_all(reading(), checked(cut_after(messages), charge))
-    assert ledger.bytes == 0
+    assert ledger.received == 0
 
 
 def cut_after(messages):
@@ -236,7 +246,7 @@ def test_a_horde_of_tiny_chunks_is_refused_while_it_is_small():
 
     ledger = MemoryBudget(1 << 40)
     before = resident_bytes()
-    with ledger.open(limit) as charge, pytest.raises(Rejected, match="stream-bytes") as refused:
+    with ledger.receive(limit) as charge, pytest.raises(Rejected, match="larger chunks") as refused:
         read_all(read_push(lambda header: span), checked(received(), charge))
     assert refused.value.reason is ErrorCode.BAD_REQUEST
     assert 1000 < len(kept) < 20_000
@@ -246,7 +256,7 @@ def test_a_horde_of_tiny_chunks_is_refused_while_it_is_small():
 def test_a_horde_of_empty_groups_is_refused_before_they_are_read():
     request = pb.PushSparseRequest(header=header_of([pb.Group()] * 500_000))
     assert request.ByteSize() < 1_100_000  # well within a message
-    with MemoryBudget(1 << 40).open(largest_stream(layout_of((1000, F32)), 1000)) as charge, pytest.raises(Rejected):
+    with MemoryBudget(1 << 40).receive(largest_stream(layout_of((1000, F32)), 1000)) as charge, pytest.raises(Rejected):
         read_all(read_push(lambda header: pytest.fail("it was read")), checked([request], charge))
 
 
@@ -255,7 +265,7 @@ def test_a_false_count_is_refused_for_what_it_is():
     header = pb.UploadHeader(identity=IDENTITY, generation=1)
     messages = [pb.UploadModelRequest(header=header), pb.UploadModelRequest(chunk=chunk)]
     reading = read_upload(lambda header: Upload(Identity("anna", "1"), 1, Span(0, 10), 0, lambda: 0.0))
-    with MemoryBudget(1 << 30).open(1 << 20) as charge, pytest.raises(Rejected) as refused:
+    with MemoryBudget(1 << 30).receive(1 << 20) as charge, pytest.raises(Rejected) as refused:
         read_all(reading, checked(messages, charge, "UploadModel"))
     assert refused.value.reason is ErrorCode.BAD_CHUNK
 

@@ -1,13 +1,10 @@
-"""What pulls may cost a server: they are charged before anything is built, and images have a budget."""
+"""What pulls may cost a server: it keeps what pushes overwrite while they are read, and images have a budget."""
 
 import contextlib
-import re
 import uuid
-from pathlib import Path
 
 import grpc
 import numpy as np
-import pytest
 
 from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -16,7 +13,7 @@ from tests.system.operating.asking import metric
 from tests.system.raw import TIMEOUT, RawWorker, chunk_of, refusal
 from tests.system.tools import wait_until
 
-CHUNK, LARGE, ROOM = 250_000, 4_000_000, 64 << 20
+CHUNK, LARGE = 250_000, 4_000_000
 IMAGES, IN_FLIGHT = "psservice_image_bytes", "psservice_bytes_in_flight"
 NARROW = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0)]
 """Of a channel with a connection of its own, on which little is sent ahead."""
@@ -39,18 +36,13 @@ def pull(worker, last=None):
     return header.header
 
 
-def is_refused(server):
-    worker = member(server, LARGE)
-    assert refusal(lambda: pull(worker))[0] == "RESOURCE_EXHAUSTED"
-
-
 @contextlib.contextmanager
 def unread(server, worker):
     """A pull of everything of which only the header and a chunk are read, on a connection of its own."""
     with grpc.insecure_channel(server.addresses[0], options=NARROW) as channel:
         call = ParameterServerServiceStub(channel).PullDiff(iter([worker.pull_request()]))
         next(call), next(call)
-        yield
+        yield call
         call.cancel()
 
 
@@ -78,37 +70,40 @@ def test_without_a_budget_no_reply_is_top_k():
         assert not pull(w0, first).image
 
 
-def test_a_slow_pull_keeps_no_push_out_and_counts_what_it_occupies():
-    """That is one copy of the values, whoever sends it."""
-    with LocalServer(down_mode="exact", inflight_bytes=13 * LARGE, compute_threads=1) as server:
+def push_all(worker):
+    index, ones = range(CHUNK), np.ones(CHUNK)
+    return worker.push_chunks(*(chunk_of(index, ones, start=i, length=CHUNK) for i in range(0, LARGE, CHUNK)))
+
+
+def test_two_dense_pulls_that_nobody_reads_refuse_nobody_and_keep_nothing():
+    """The limit is that of one shard."""
+    with LocalServer(down_mode="exact", memory_bytes=4 * LARGE, compute_threads=1) as server:
         w0, w1 = member(server, LARGE), member(server, LARGE)
-        with unread(server, w0):
-            assert 4 * LARGE <= metric(server, IN_FLIGHT) < 4.5 * LARGE
-            with unread(server, w1):
-                assert metric(server, IN_FLIGHT) < 4.5 * LARGE, "they share it"
-            index, ones = range(CHUNK), np.ones(CHUNK)
-            parts = [chunk_of(index, ones, start=start, length=CHUNK) for start in range(0, LARGE // 4, CHUNK)]
-            assert w1.push_chunks(*parts).version == 1
-            assert pull(w1).version == 1, "another copy has room beside the first"
+        with unread(server, w0) as first, unread(server, w1) as second:
+            assert metric(server, IN_FLIGHT) == 0
+            assert sum(len(chunk.values) for message in first for chunk in message.chunks) > 3.5 * LARGE
+            assert sum(len(chunk.values) for message in second for chunk in message.chunks) > 3.5 * LARGE
+
+
+def test_a_slow_pull_keeps_no_push_out_and_counts_what_is_kept_for_it():
+    with LocalServer(down_mode="exact", memory_bytes=96 * LARGE, compute_threads=1) as server:
+        w0, w1 = member(server, LARGE), member(server, LARGE)
+        with unread(server, w0), unread(server, w0):
+            for version in range(1, 4):
+                assert push_all(w1).version == version
+                wait_until(lambda: 3.5 * LARGE < metric(server, IN_FLIGHT) < 9 * LARGE)  # each element's value once
+            assert pull(w1).version == 3, "another copy has room beside the first"
         wait_until(lambda: metric(server, IN_FLIGHT) == 0)
 
 
-def resident(pid):
-    return 1024 * int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
-
-
-@pytest.mark.parametrize("down_mode", ["topk", "exact"])
-def test_pulls_that_are_refused_cost_no_memory_and_leave_no_image(down_mode):
-    with LocalServer(down_mode=down_mode, inflight_bytes=6 * LARGE, compute_threads=1) as server:
-        w0 = member(server, LARGE)
-        pull(w0)
-        images = metric(server, IMAGES) if down_mode == "topk" else 0
-        with unread(server, w0):  # it is in flight, with a copy of the model
-            w0.push(range(10), np.ones(10))  # others do not share its reply
-            for _ in range(4):  # what a server needs for its first of anything stays
-                is_refused(server)
-            before = resident(server.processes[0].pid)
-            for _ in range(16):
-                is_refused(server)
-            assert resident(server.processes[0].pid) < before + ROOM
-        assert metric(server, IMAGES) == images
+def test_while_what_is_kept_exceeds_the_share_of_answers_no_copy_is_opened_and_pushes_go_on():
+    with LocalServer(down_mode="exact", memory_bytes=9 * LARGE, compute_threads=1) as server:
+        w0, w1 = member(server, LARGE), member(server, LARGE)
+        with unread(server, w0):
+            w1.push_chunks(*(chunk_of(range(CHUNK), np.ones(CHUNK), start=LARGE - CHUNK, length=CHUNK),))
+            assert pull(w1).version == 1, "little is kept"
+            assert push_all(w1).version == 2
+            assert refusal(lambda: pull(w1))[0] == "RESOURCE_EXHAUSTED"
+            assert push_all(w1).version == 3
+        wait_until(lambda: metric(server, IN_FLIGHT) == 0)
+        assert pull(w1).version == 3

@@ -180,7 +180,7 @@ def test_a_backward_pass_longer_than_the_idle_time_costs_one_push_sent_twice(sta
 
 
 def test_a_second_stream_of_a_worker_is_busy_while_the_first_holds_its_share(start):
-    server = start(worker_bytes=2_000_000, stream_bytes=4 << 20)
+    server = start(memory_bytes=4_000_000)
     size = 40_000  # more than a batch: decoded at once, also where the header was read alone
     worker, other = joined(server.address, size), joined(server.address, size)
     call, stream = stalled_stream(worker, "PushSparse", header(worker), chunk(worker, 0, size))
@@ -196,7 +196,7 @@ def test_a_second_stream_of_a_worker_is_busy_while_the_first_holds_its_share(sta
 
 def test_every_push_is_busy_while_one_holds_the_total_and_that_one_gets_through(start):
     size = 10_000
-    server = start(inflight_bytes=150_000)
+    server = start(memory_bytes=225_000)
     worker, other = joined(server.address, size), joined(server.address, size)
     rest = threading.Event()
 
@@ -210,7 +210,7 @@ def test_every_push_is_busy_while_one_holds_the_total_and_that_one_gets_through(
     call = worker.stub.PushSparse(in_two_parts(), timeout=TIMEOUT)
     wait_until(lambda: in_flight(server) > 120_000)
     assert busy(lambda: other.push(list(range(size)), [1.0] * size))
-    other.pull()  # pulls have a limit of their own
+    other.pull()  # answers have a share of their own
     rest.set()
     assert next(call).version == 1
     other.step = 0
@@ -218,7 +218,7 @@ def test_every_push_is_busy_while_one_holds_the_total_and_that_one_gets_through(
 
 
 def test_a_horde_of_tiny_chunks_is_refused(start):
-    server = start(stream_bytes=4 << 20)
+    server = start()
     worker = joined(server.address, size=100_000)
 
     def horde():
@@ -226,7 +226,7 @@ def test_a_horde_of_tiny_chunks_is_refused(start):
         for first in range(worker.size):
             yield chunk(worker, first, 1)
 
-    with pytest.raises(grpc.RpcError, match="stream-bytes") as caught:
+    with pytest.raises(grpc.RpcError, match="larger chunks") as caught:
         next(worker.stub.PushSparse(horde(), timeout=TIMEOUT))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     wait_until(lambda: in_flight(server) == 0)
@@ -234,7 +234,7 @@ def test_a_horde_of_tiny_chunks_is_refused(start):
 
 
 def test_workers_train_however_small_the_limits_are(start):
-    server = start(inflight_bytes=1, worker_bytes=1)
+    server = start(memory_bytes=1)
     models = [torch.nn.BatchNorm1d(8) for _ in range(2)]
     optimizers = [
         psclient.GradientDropping(
@@ -262,7 +262,7 @@ def test_workers_train_however_small_the_limits_are(start):
 
 def test_memory_stays_flat_however_many_streams_are_broken_off():
     size = 200_000
-    with LocalServer(lease_seconds=120, stream_idle_seconds=IDLE, stream_bytes=8 << 20) as server:
+    with LocalServer(lease_seconds=120, stream_idle_seconds=IDLE) as server:
         parameter = torch.nn.Parameter(torch.zeros(size))
         optimizer = psclient.ASGD([parameter], lr=0.1, server=server, worker="good", settings=QUICK)
         process = psutil.Process(server.processes[0].pid)
