@@ -67,7 +67,7 @@ _MOST_CALLS = 4096
 _MOST_SILENT = 256  # calls without a message, and two for each worker with a lease; beyond that the oldest is cut
 _MOST_JOINS = 16  # whose message is received at once, since it may be of megabytes
 _REQUEST_SECONDS = 10.0  # for the message of a call that has one
-_REQUEST_BYTES = 64 << 20  # of calls of one message, until their first answers are made
+_REQUEST_BYTES = 96 << 20  # of calls of one message, until their first answers are made; two thirds are received
 _STOP_SECONDS = 2.0  # for calls that wait for their client, from the moment the server stops
 _STOP_POLL_SECONDS = 0.02
 _QUEUE_SECONDS = 0.2  # after which a push that found the queue full is sent again
@@ -288,16 +288,16 @@ class Dispatcher:
 
     async def _in_turn(self, opened: OpenCall, handler: Handler, raw: bytes) -> Answers:
         """Answer a request of one message, once what it waits for has happened."""
-        if opened.rule.stays_open:
+        with self._request_budget.receive() as reservation:  # it waits for a thread, or for others
+            reservation.add(received_bytes(len(raw)))
+            if not opened.rule.stays_open:
+                work = partial(reply_to, opened.call, cast(_OneMessage, handler), raw)
+                return await self._until_ready(opened, partial(opened.run, work))
             if len(raw) > _SMALL_BYTES:
                 raise Rejected(ErrorCode.BAD_REQUEST, f"a {opened.call.rpc} request has up to {_SMALL_BYTES} bytes")
             opened.call.received_bytes = len(raw) + FRAMING_BYTES
             message = parse(opened.call, raw)
             return await self._until_ready(opened, partial(self._check_and_reply, opened, handler, message))
-        work = partial(reply_to, opened.call, cast(_OneMessage, handler), raw)
-        with self._request_budget.receive() as reservation:  # it waits for a thread, or for others
-            reservation.add(received_bytes(len(raw)))
-            return await self._until_ready(opened, partial(opened.run, work))
 
     async def _check_and_reply(self, opened: OpenCall, handler: Handler, message: Message) -> Answers:
         """Answer a small request: its handler checks here what it waits for; a thread makes the answers."""

@@ -139,10 +139,10 @@ def test_a_pull_that_waits_occupies_memory_that_is_counted(start):
     pushes, pulls = Stream(worker.stub.PushSparse), Stream(worker.stub.PullDiff)
     budget = server._dispatcher._request_budget
     pulls.send(pull_of(worker, after_step=1))
-    wait_until(lambda: budget.bytes > 0)
+    wait_until(lambda: budget.total > 0)
     pushes.send(*push_of(worker, 1))
     assert next(pulls.call).header.version == 1
-    wait_until(lambda: budget.bytes == 0)
+    wait_until(lambda: budget.total == 0)
 
 
 def test_silent_streams_of_many_workers_stay_open(start, monkeypatch):

@@ -1,10 +1,13 @@
 """What pulls may cost a server: it keeps what pushes overwrite while they are read, and images have a budget."""
 
 import contextlib
+import re
 import uuid
+from pathlib import Path
 
 import grpc
 import numpy as np
+import pytest
 
 from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -14,6 +17,7 @@ from tests.system.raw import TIMEOUT, RawWorker, chunk_of, refusal
 from tests.system.tools import wait_until
 
 CHUNK, LARGE = 250_000, 4_000_000
+ROOM = 12_000_000  # less than one model
 IMAGES, IN_FLIGHT = "psservice_image_bytes", "psservice_bytes_in_flight"
 NARROW = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0)]
 """Of a channel with a connection of its own, on which little is sent ahead."""
@@ -107,3 +111,29 @@ def test_while_what_is_kept_exceeds_the_share_of_answers_no_copy_is_opened_and_p
             assert push_all(w1).version == 3
         wait_until(lambda: metric(server, IN_FLIGHT) == 0)
         assert pull(w1).version == 3
+
+
+def is_refused(server):
+    worker = member(server, LARGE)
+    assert refusal(lambda: pull(worker))[0] == "RESOURCE_EXHAUSTED"
+
+
+def resident(pid):
+    return 1024 * int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
+
+
+@pytest.mark.parametrize("down_mode", ["topk", "exact"])
+def test_pulls_that_are_refused_cost_no_memory_and_leave_no_image(down_mode):
+    with LocalServer(down_mode=down_mode, memory_bytes=9 * LARGE, compute_threads=1) as server:
+        w0, w1 = member(server, LARGE), member(server, LARGE)
+        pull(w0)
+        images = metric(server, IMAGES) if down_mode == "topk" else 0
+        with unread(server, w0):
+            push_all(w1)  # so the server keeps the values of the unread reply
+            for _ in range(4):  # what a server needs for its first of anything stays
+                is_refused(server)
+            before = resident(server.processes[0].pid)
+            for _ in range(16):
+                is_refused(server)
+            assert resident(server.processes[0].pid) < before + ROOM
+        assert metric(server, IMAGES) == images
