@@ -6,7 +6,6 @@ The order is that of docs/reference/protocol.md. With overlap the same goes on b
 
 import logging
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -121,17 +120,7 @@ class Engine:
     ) -> None:
         self.life, layout = life, model.layout
         self.replica = Replica(layout, model.parameters)
-        way = weakref.WeakMethod(life.make_way)  # open streams refer to the run, and must not keep the worker alive
-        run = Run(
-            life.shards,
-            life.name,
-            self.replica,
-            model.buffers,
-            method.name,
-            agreed,
-            settings,
-            lambda: (make_way := way()) is not None and make_way(),
-        )
+        run = Run(life.shards, life.name, self.replica, model.buffers, method.name, agreed, settings, life.make_way)
         self.run, self._shards = run, run.shards
         self.grouping = Grouping(layout, settings.bucket_bytes)
         self.merged: MergedGradients | None = None

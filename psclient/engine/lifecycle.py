@@ -245,7 +245,6 @@ class Lifecycle:
                 leave()
             finally:
                 self._release()
-                self.thread.close(0.0)  # overlap and engine are a circle, which keeps this object until it is collected
 
         self._leases.hand_over(end)
 
