@@ -93,8 +93,6 @@ class Authenticator:
 
         Raises :class:`Rejected`.
         """
-        if self._file is None:
-            return ANONYMOUS_ADMIN
         try:
             return self.authorize(metadata, rpc, needed)
         except Rejected as refusal:

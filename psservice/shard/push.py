@@ -26,8 +26,7 @@ def check_push(shard: Shard, identity: Identity, step: int) -> Member:
     shard.drain_gate.require_open()
     member = shard.leases.require(identity)
     if step > shard.state.pushes.find(identity).step and shard.run.state is RunState.TRAINING:
-        if shard.admission.ssp_bound:
-            _require_in_step(shard, member)
+        _require_in_step(shard, member)
         if shard.synchronizer is not None:
             shard.synchronizer.require_turn(identity)
     return member
@@ -97,8 +96,7 @@ def _decide(shard: Shard, member: Member, header: pb.PushHeader, finished: Mappi
     staleness = model.version - header.base_version - own
     # A flush has no samples, and is the last chance of its entries.
     shard.admission.require_fresh(staleness, in_rounds=model.round is not None and header.samples > 0)
-    if shard.admission.ssp_bound:
-        _require_in_step(shard, member)
+    _require_in_step(shard, member)
     if finished:  # in a run that leases samples; refused here if they cannot be finished
         state.datasets.finish(identity, finished)
     return rec.Pushed(
@@ -116,4 +114,5 @@ def _decide(shard: Shard, member: Member, header: pb.PushHeader, finished: Mappi
 
 
 def _require_in_step(shard: Shard, member: Member) -> None:
-    shard.admission.require_in_step(lambda: shard.leases.pace(member))
+    if shard.admission.ssp_bound:
+        shard.admission.require_in_step(lambda: shard.leases.pace(member))

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from psservice.model.copies import TensorCopy
 from psservice.settings import ServerSettings
 from psservice.storage import snapshots
 from psservice.storage.environment import Environment
@@ -19,7 +20,6 @@ from psservice.storage.lock_file import LOCK_NAME, LockFile, Watermark
 from psservice.storage.manifest import Manifest
 from psservice.storage.recovery_source import RecordError, RecoverySource, newest_source
 from psservice.storage.snapshots import Snapshot
-from psservice.storage.tensor_file import StoredTensor
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class DataDir:
         self._number = self._number + 1 if self._journal is None else self._journal.rotate()
         return self._number
 
-    def prepare(self, manifest: Manifest, tensors: Mapping[str, StoredTensor]) -> Manifest:
+    def prepare(self, manifest: Manifest, tensors: Mapping[str, TensorCopy]) -> Manifest:
         """Write a snapshot that no start finds before :meth:`commit`; return its sealed manifest.
 
         Raises :class:`StorageError`.

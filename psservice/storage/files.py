@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from pscore.model.modelfile import sync
+from psservice.model.copies import TensorCopy
 from psservice.storage import tensor_file
-from psservice.storage.tensor_file import StoredTensor
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MOST_PARTS = 512  # of one writev; Linux takes 1024
@@ -117,7 +117,7 @@ class Files:
         """Write a whole file."""
         path.write_bytes(data)
 
-    def save_tensors(self, path: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    def save_tensors(self, path: Path, tensors: Mapping[str, TensorCopy]) -> None:
         """Write tensors as a safetensors file."""
         with path.open("wb") as file:
             tensor_file.write(file, tensors)

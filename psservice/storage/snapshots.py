@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
+from psservice.model.copies import TensorCopy
 from psservice.storage.files import Files, StorageError, discard
 from psservice.storage.formats import OtherReleaseError
 from psservice.storage.manifest import FileSeal, Manifest
-from psservice.storage.tensor_file import StoredTensor
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def name_of(manifest: Manifest) -> str:
     return f"{manifest.segment:012d}-v{manifest.version}"
 
 
-def prepare(files: Files, directory: Path, manifest: Manifest, tensors: Mapping[str, StoredTensor]) -> Manifest:
+def prepare(files: Files, directory: Path, manifest: Manifest, tensors: Mapping[str, TensorCopy]) -> Manifest:
     """Write a snapshot that has no name yet, and return its sealed manifest.
 
     Raises ``OSError``, and then nothing of it is left, unless the disk refuses to remove it too.

@@ -3,9 +3,11 @@
 import json
 import math
 from collections.abc import Mapping
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import torch
+
+from psservice.model.copies import TensorCopy
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL",
@@ -15,24 +17,11 @@ _PIECE_ELEMENTS = 1 << 20
 _ALIGNMENT = 8
 
 
-class StoredTensor(Protocol):
-    """A tensor that is written: its elements are read in ascending order, each once."""
+def write(file: IO[bytes], tensors: Mapping[str, TensorCopy]) -> None:
+    """Write a file; each tensor is read in ascending pieces.
 
-    @property
-    def dtype(self) -> torch.dtype: ...  # noqa: D102
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
-
-    def read(self, start: int, end: int) -> torch.Tensor:
-        """Return elements ``[start, end)`` of the flat tensor, contiguous."""
-
-    def release(self, end: int) -> None:
-        """Note that no element before ``end`` is read any more."""
-
-
-def write(file: IO[bytes], tensors: Mapping[str, StoredTensor]) -> None:
-    """Write a file; raises ``OSError``, also if a tensor's data type has no name in the format."""
+    Raises ``OSError``, also if a tensor's data type has no name in the format.
+    """
     header: dict[str, Any] = {}
     position = 0
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))  # each is aligned then
