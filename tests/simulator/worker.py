@@ -13,16 +13,17 @@ from pscore.wire.errors import ErrorCode
 from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.simulator.network import CutError, Link, RefusedError
-from tests.simulator.witness import bits, require
+from tests.simulator.witness import bits, floats, require
 
 AGAIN = (ErrorCode.BUSY, ErrorCode.NOT_DURABLE, ErrorCode.TOO_FAR_AHEAD, ErrorCode.ROUND_OPEN, ErrorCode.DRAINING)
 JOIN_FIRST = (ErrorCode.LEASE_EXPIRED, ErrorCode.NOT_INITIALISED, ErrorCode.RUN_MISMATCH)
 PULL_FIRST = (ErrorCode.STALE_GENERATION, ErrorCode.VERSION_IN_FUTURE, ErrorCode.TOO_STALE)
 WAIT_SECONDS = 5.0
+MOST_PULLS = 200
 
 
-class LeaseLostError(Exception):
-    """The worker has to join again."""
+class DeathError(Exception):
+    """The worker's process has died."""
 
 
 @dataclass
@@ -65,7 +66,7 @@ class Worker:
                     await self._take_step()
                 await self._settle()
                 break
-            except LeaseLostError:
+            except DeathError:
                 pass
         await self._leave()
 
@@ -86,7 +87,7 @@ class Worker:
     def _link(self, place, rpc):
         return Link(place.host, rpc, self.random, cut_share=self.simulation.cut_share)
 
-    async def _call(self, place, rpc, requests, kind, *, patient=True):
+    async def _call(self, place, rpc, requests, kind):
         """Make a call of one answer until there is one; raises :class:`RefusedError` if another time is no help."""
         while True:
             link = self._link(place, rpc)
@@ -98,8 +99,6 @@ class Worker:
                     return answer
             except (CutError, TimeoutError):
                 link.cut()
-                if not patient:
-                    return None
             except RefusedError as refusal:
                 if refusal.reason not in (*AGAIN, ErrorCode.WORKER_ALIVE):
                     raise
@@ -179,20 +178,13 @@ class Worker:
         if self.simulation.is_rough and self.random.random() < 0.03:
             self.simulation.note(f"{self.name} dies")
             self.die()
-            raise LeaseLostError
+            raise DeathError
         self.step += 1
         self.done += 1
         step = self.step
         for place in self.places:
             self.simulation.choose_entries(self, place.host.index, step)
-        outcomes = await asyncio.gather(
-            *(self._push_and_pull(place, step) for place in self.places), return_exceptions=True
-        )
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException) and not isinstance(outcome, LeaseLostError):
-                raise outcome
-        if any(outcomes):
-            raise LeaseLostError
+        await asyncio.gather(*(self._push_and_pull(place, step) for place in self.places))
 
     async def _push_and_pull(self, place, step):
         answer = await self._push(place, step)
@@ -201,32 +193,25 @@ class Worker:
             same = again is None or (again.repeated_push and again.version == answer.version)
             may_be_lost = place.host.settings.fsync != "always"  # the answered one, by a loss of power
             require(same or may_be_lost, f"{self.name}'s push of step {step} was taken twice")
-        return await self._pull(place)
+        await self._pull(place)
 
-    async def _push(self, place, step):
-        """Push until there is an answer; ``None``: the push was refused, and its entries are lost to this shard."""
-        key = (self.name, f"life-{self.life}", step)
+    async def _exchange(self, place, rpc, attempt, *, gives_up=()):
+        """Make an attempt on an open stream, again until it succeeds; ``None`` if it is refused for such a reason."""
         while True:
-            messages = self._messages(place, step)
-            link = place.links.get("push")
+            link = place.links.get(rpc)
             if link is None or link.is_cut or self.random.random() < 0.1:
-                link = place.links["push"] = self._link(place, "PushSparse")
-            witness, shard = place.host.witness, place.host.shard
-            link.on_answer = lambda raw, s=shard: witness.told_of_push(s, key)  # noqa: B023
+                link = place.links[rpc] = self._link(place, rpc)
             try:
-                await link.send(*messages)
-                answer = await asyncio.wait_for(link.receive(pb.PushSparseResponse), 60.0)
-                if answer is not None:
-                    return answer
+                return await asyncio.wait_for(attempt(link), 60.0)
             except (CutError, TimeoutError):
-                link.cut()
+                pass
             except RefusedError as refusal:
+                if refusal.reason in gives_up:
+                    return None
                 if refusal.reason in AGAIN:
                     await asyncio.sleep(refusal.retry_seconds or 0.0)
-                elif refusal.reason in JOIN_FIRST:
+                elif refusal.reason in (*JOIN_FIRST, *PULL_FIRST):
                     await self._join_again(place)
-                elif refusal.reason in (*PULL_FIRST, ErrorCode.STEP_OUT_OF_ORDER):
-                    return None
                 else:
                     raise
             link.cut()
@@ -237,6 +222,22 @@ class Worker:
         await self._join()
         if place.generation != generation:
             place.base = None
+
+    async def _push(self, place, step):
+        """Push until there is an answer; ``None``: the push was refused, and its entries are lost to this shard."""
+        key = (self.name, f"life-{self.life}", step)
+
+        async def attempt(link):
+            witness, shard = place.host.witness, place.host.shard
+            link.on_answer = lambda raw: witness.told_of_push(shard, key)
+            await link.send(*self._messages(place, step))
+            answer = await link.receive(pb.PushSparseResponse)
+            if answer is None:
+                raise CutError
+            return answer
+
+        gives_up = (*PULL_FIRST, ErrorCode.STEP_OUT_OF_ORDER)
+        return await self._exchange(place, "PushSparse", attempt, gives_up=gives_up)
 
     def _messages(self, place, step):
         entries = self.simulation.entries[place.host.index][self.name, f"life-{self.life}", step]
@@ -263,12 +264,17 @@ class Worker:
         return messages
 
     async def _pull(self, place):
-        """Pull until there is a reply; check it against what the shard must have had at its version."""
-        while True:
-            link = place.links.get("pull")
-            if link is None or link.is_cut:
-                link = place.links["pull"] = self._link(place, "PullDiff")
+        """Pull until there is a reply; check it against what the shard must have had; return its number of entries."""
+
+        async def attempt(link):
             witness, shard, generation = place.host.witness, place.host.shard, place.generation
+
+            def told(raw):
+                message = pb.PullDiffResponse.FromString(raw)
+                if message.HasField("header"):
+                    witness.told_of_version(shard, message.header.version)
+
+            link.on_answer = told
             request = pb.PullDiffRequest(
                 identity=self.identity,
                 generation=generation,
@@ -278,29 +284,10 @@ class Worker:
                 image=place.is_image,
                 wait_seconds=self.random.choice((0.0, WAIT_SECONDS)),
             )
+            await link.send(request)
+            return self._apply(place, await self._receive(link), generation)
 
-            def told(raw, s=shard, w=witness):
-                message = pb.PullDiffResponse.FromString(raw)
-                if message.HasField("header"):
-                    w.told_of_version(s, message.header.version)
-
-            link.on_answer = told
-            try:
-                await link.send(request)
-                reply = await asyncio.wait_for(self._receive(link), 60.0)
-                self._apply(place, reply, generation)
-                return False
-            except (CutError, TimeoutError):
-                link.cut()
-            except RefusedError as refusal:
-                if refusal.reason in AGAIN:
-                    await asyncio.sleep(refusal.retry_seconds or 0.0)
-                elif refusal.reason in (*JOIN_FIRST, *PULL_FIRST):
-                    await self._join_again(place)
-                else:
-                    raise
-            link.cut()
-            await asyncio.sleep(0.05 + self.random.random() / 5)
+        return await self._exchange(place, "PullDiff", attempt)
 
     async def _receive(self, link):
         messages = []
@@ -330,9 +317,20 @@ class Worker:
             known = place.host.witness.values.get((generation, header.version))
             require(known is not None, f"a reply of version {header.version}, which never was")
             require(bits(replica) == known, f"{self.name} pulled other values of version {header.version}")
+        return sum(chunk.count for message in messages for chunk in message.chunks)
 
     async def _settle(self):
-        """Pull until nothing comes any more: top-k replies bring the whole difference in the end."""
+        """Pull until nothing comes any more, if nobody pushes any more: the replica is then the server's model."""
+        others = [worker for worker in self.simulation.workers if worker is not self]
+        if self.simulation.method != "asynchronous" or not all(worker.is_over for worker in others):
+            return
+        for place in self.places:
+            for _ in range(MOST_PULLS):
+                if not await self._pull(place):
+                    break
+            version, values = place.host.witness.states[-1][:2]
+            is_same = torch.equal(place.replica, floats(values))
+            require(is_same or version != place.base, f"{self.name} has other values when nothing is left to pull")
 
     async def _leave(self):
         self.is_over = True
