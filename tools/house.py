@@ -50,7 +50,7 @@ ROOMS = {
         ["replies"],
         ["model"],
         ["rules"],
-        ["__init__", "awaiting", "settings"],
+        ["__init__", "awaiting", "memory_budget", "settings"],
         ["values"],
     ],
 }

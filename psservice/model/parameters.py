@@ -18,6 +18,7 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.selection.cuda.launches import to_device
 from pscore.telemetry.tracing import traced
 from pscore.wire.errors import ErrorCode, Rejected
+from psservice.memory_budget import Kept
 from psservice.model.changelog import ChangeLog
 from psservice.model.copies import CopyOnWrite, TensorCopy
 from psservice.model.shared_results import SharedResults
@@ -147,6 +148,14 @@ class ModelShard:
         """Return the parameters, fp32 ``[span.length]``."""
         with closing(self.open_values()) as values:
             return values.read(0, self.span.length)
+
+    def kept(self) -> Kept:
+        """Return what is kept beside the parameters; from any thread."""
+        return Kept([self.copies], self.replies.messages)
+
+    def forget_replies(self) -> None:
+        """Drop the replies that callers share; from any thread."""
+        self.replies.clear()
 
     @property
     def first_step(self) -> int:

@@ -2,9 +2,11 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, cast
+
+from psservice.memory_budget import Occupies
 
 _MOST_RESULTS = 4
 
@@ -16,6 +18,7 @@ class Shareable(Protocol):
         position: changes that the log had recorded when the result was made.
         failed: whether the result is of no use any more.
         nbytes: upper bound of the bytes that the result occupies.
+        messages: what calls send of the result, which occupies the memory.
     """
 
     @property
@@ -26,6 +29,9 @@ class Shareable(Protocol):
 
     @property
     def nbytes(self) -> int: ...  # noqa: D102
+
+    @property
+    def messages(self) -> Occupies: ...  # noqa: D102
 
 
 Made = TypeVar("Made", bound=Shareable)
@@ -56,8 +62,14 @@ class SharedResults:
                 self._make_room()
             return cast("Made", slot.result)
 
+    @property
+    def messages(self) -> Sequence[Occupies]:
+        """What occupies memory as long as the results are kept."""
+        with self._lock:
+            return [slot.result.messages for slot in self._slots.values() if slot.result is not None]
+
     def clear(self) -> None:
-        """Drop all results: the model has changed."""
+        """Drop all results: the model has changed, or there is no room for them."""
         with self._lock:
             self._slots.clear()
 

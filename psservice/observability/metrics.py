@@ -226,6 +226,9 @@ class Metrics:
         self.bytes_in_flight_limit = gauge(
             "psservice_bytes_in_flight_limit", "Memory that these may occupy before other calls are refused, bytes"
         )
+        self.memory_bytes = gauge(
+            "psservice_memory_bytes", "Memory that grows with calls and workers, which --memory-bytes limits, bytes"
+        )
         self.image_bytes = gauge("psservice_image_bytes", "Memory of the images of workers' replicas, bytes")
         self.image_bytes_limit = gauge(
             "psservice_image_bytes_limit", "Memory that images may occupy before replies are exact, bytes"

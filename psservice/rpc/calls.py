@@ -16,9 +16,10 @@ from pscore.wire.frames import FRAMING_BYTES
 from pscore.wire.messages import place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.awaiting import NotYetError
+from psservice.memory_budget import Reservation
 from psservice.rpc import bounds
 from psservice.rpc.auth import Caller, Role
-from psservice.rpc.memory_budget import Reservation, decoded_bytes
+from psservice.rpc.charges import decoded_bytes
 from psservice.settings import ServerSettings
 from psservice.values import Identity
 

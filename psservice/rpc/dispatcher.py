@@ -26,6 +26,7 @@ from pscore.wire.errors import ErrorCode, Rejected, to_status
 from pscore.wire.frames import FRAMING_BYTES
 from pscore.wire.messages import SHARD_HEADER
 from psservice.awaiting import NotYetError
+from psservice.memory_budget import MemoryBudget
 from psservice.rpc.auth import Authenticator, Caller
 from psservice.rpc.calls import (
     RULES,
@@ -46,7 +47,7 @@ from psservice.rpc.calls import (
     reply_to,
     require_place,
 )
-from psservice.rpc.memory_budget import MemoryBudget, received_bytes
+from psservice.rpc.charges import received_bytes
 from psservice.rpc.open_call import OpenCall, Pool, StalledError, fetch_error
 from psservice.rpc.penalty import Penalty, is_fault
 from psservice.shard.shard import Shard

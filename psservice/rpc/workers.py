@@ -29,9 +29,10 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.awaiting import NotYetError
 from psservice.data_leases.codec import answer_to_message, finished_of, sample_request_of
 from psservice.membership.leases import Member
+from psservice.memory_budget import Reservation, default_limit
 from psservice.replies.reply_session import PullRequest, Reply
 from psservice.rpc.calls import Call, LastStep, require_place
-from psservice.rpc.memory_budget import MemoryBudget, Reservation, default_limit, largest_stream
+from psservice.rpc.charges import largest_stream
 from psservice.rpc.status import REPLY_MODES, run_settings
 from psservice.shard import model_install
 from psservice.shard.buffers_and_samples import exchange_buffers, lease_samples, open_exchange
@@ -57,9 +58,10 @@ class WorkerCalls:
     def __init__(self, shard: Shard) -> None:
         self._shard, self._settings, self._metrics = shard, shard.settings, shard.metrics
         self._layouts = JoinLayouts(shard)
-        self._memory = MemoryBudget(self._settings.memory_bytes or default_limit(0), self._kept_bytes)
+        self._memory = shard.memory
         self._limited: tuple[ModelLayout | None, tuple[int, int]] | None = None  # of a layout
-        self._metrics.bytes_in_flight.set_function(lambda: self._memory.total + shard.uploads.nbytes)
+        self._metrics.bytes_in_flight.set_function(lambda: self._memory.in_flight + shard.uploads.nbytes)
+        self._metrics.memory_bytes.set_function(lambda: self._memory.total + shard.uploads.nbytes)
         self._metrics.bytes_in_flight_limit.set_function(self._most_in_flight)
 
     def join(self, call: Call, request: pb.JoinRequest) -> pb.JoinResponse:
@@ -369,9 +371,6 @@ class WorkerCalls:
     def _most_in_flight(self) -> int:
         self._limits()
         return self._memory.most
-
-    def _kept_bytes(self) -> int:
-        return 0 if (model := self._shard.model) is None else model.copies.nbytes
 
     def _sent(self, rpc: str, member: Member | None, nbytes: int) -> None:
         self._metrics.count(rpc, sent_bytes=nbytes)

@@ -20,6 +20,7 @@ from psservice.durability.durability import Durability, Prepared
 from psservice.durability.final_model import FinalModel, ModelCopy
 from psservice.membership.admission import Admission, DrainGate
 from psservice.membership.leases import Leases, ServingClock
+from psservice.memory_budget import Kept, MemoryBudget, default_limit
 from psservice.model.parameters import ModelShard
 from psservice.observability.metrics import Metrics
 from psservice.replies.reply_mode import ReplyRule
@@ -62,6 +63,7 @@ class Shard:
     Attributes:
         state: what snapshots and records keep, and what records alone change.
         synchronizer: of rounds or groups; ``None`` in an asynchronous run, and before the upload.
+        memory: what calls occupy, and what is kept for them.
         news: a number that differs once there are news for the other shards; see :meth:`tell_shards`.
         rollback: that is prepared, while the shard holds.
         last_push: that ended the run on shard 0: its worker and step.
@@ -98,6 +100,7 @@ class Shard:
             settings.chunk_bytes,
             ImageBudget(settings.image_bytes),
         )
+        self.memory = MemoryBudget(settings.memory_bytes or default_limit(0), self._kept, self._forget_replies)
         self.uploads = Uploads(self.leases, settings.stream_idle_seconds)
         self.final_model = FinalModel(settings.final_model, settings.shard_index, settings.num_shards, environment)
         self.apply_thread = ApplyThread(metrics.queue_seconds.observe, on_failure, environment)
@@ -215,6 +218,13 @@ class Shard:
         """Copy the shard's values at the current version; on the apply thread. The copy must be closed."""
         buffers = self.state.buffers
         return ModelCopy(self.require_model(None), buffers.state() if buffers else {})
+
+    def _kept(self) -> Kept:
+        return Kept() if (model := self.model) is None else model.kept()
+
+    def _forget_replies(self) -> None:
+        if (model := self.model) is not None:
+            model.forget_replies()
 
     def close(self) -> None:
         """Finish what is committed and stop the threads; a state that a failed change has left is not kept."""

@@ -13,6 +13,7 @@ import torch
 
 from pscore.model.sparse_slice import SparseSlice
 from pscore.telemetry.tracing import traced
+from psservice.memory_budget import Kept
 from psservice.model.changelog import ALMOST_ALL
 from psservice.model.copies import TensorCopy, mean_of
 from psservice.model.parameters import ModelShard
@@ -107,6 +108,16 @@ class GroupedShard(ModelShard):
             self._average(self.rounds.freeze(decision.iteration, worker))
         else:
             raise ValueError(f"decisions of kind {decision.kind!r} are not known to this version of the server")
+
+    def kept(self) -> Kept:
+        """Return what is kept beside the parameters, of every worker's model; from any thread."""
+        replies = [each for replica in [*self.replicas.values()] for each in replica.model.replies.messages]
+        return Kept([self.copies], replies)
+
+    def forget_replies(self) -> None:
+        """Drop the replies that callers share; from any thread."""
+        for replica in [*self.replicas.values()]:
+            replica.model.replies.clear()
 
     def waiting(self) -> set[str]:
         """Return the workers that wait for their round, or were dropped with one and have not arrived again."""

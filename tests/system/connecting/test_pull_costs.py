@@ -18,7 +18,7 @@ from tests.system.tools import wait_until
 
 CHUNK, LARGE = 250_000, 4_000_000
 ROOM = 12_000_000  # less than one model
-IMAGES, IN_FLIGHT = "psservice_image_bytes", "psservice_bytes_in_flight"
+IMAGES, IN_FLIGHT, MEMORY = "psservice_image_bytes", "psservice_bytes_in_flight", "psservice_memory_bytes"
 NARROW = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0)]
 """Of a channel with a connection of its own, on which little is sent ahead."""
 
@@ -111,6 +111,18 @@ def test_while_what_is_kept_exceeds_the_share_of_answers_no_copy_is_opened_and_p
             assert push_all(w1).version == 3
         wait_until(lambda: metric(server, IN_FLIGHT) == 0)
         assert pull(w1).version == 3
+
+
+def test_a_reply_that_is_kept_for_the_next_pull_counts_until_the_model_changes():
+    with LocalServer(down_mode="exact") as server:
+        w0, w1 = member(server, LARGE), member(server, LARGE)
+        first = pull(w1)
+        w0.push_chunks(chunk_of(range(CHUNK), np.ones(CHUNK), length=CHUNK))
+        pull(w1, first)
+        wait_until(lambda: metric(server, IN_FLIGHT) == 0)
+        assert metric(server, MEMORY) > 4 * CHUNK
+        w0.push_chunks(chunk_of(range(CHUNK), np.ones(CHUNK), length=CHUNK))
+        wait_until(lambda: metric(server, MEMORY) == 0)
 
 
 def is_refused(server):

@@ -14,9 +14,10 @@ from pscore.wire import frames
 from pscore.wire.codecs.index import INDEX_FORMATS
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.memory_budget import Kept, MemoryBudget
 from psservice.rpc.auth import ANONYMOUS_ADMIN
 from psservice.rpc.calls import Call, check
-from psservice.rpc.memory_budget import MemoryBudget, decoded_bytes, largest_stream, received_bytes
+from psservice.rpc.charges import decoded_bytes, largest_stream, received_bytes
 from psservice.rpc.workers import read_upload
 from psservice.shard.upload import Upload
 from psservice.state.push_stream import read_all, read_push
@@ -111,9 +112,10 @@ def test_the_oldest_gets_through_although_it_needs_more_than_the_total():
 
 
 class Made:
-    """What calls send."""
+    """What calls send, or what is kept for them."""
 
-    nbytes = 60
+    def __init__(self, nbytes=60):
+        self.nbytes = nbytes
 
 
 def test_what_several_calls_send_counts_once_until_the_last_of_them_ends():
@@ -131,14 +133,29 @@ def test_what_several_calls_send_counts_once_until_the_last_of_them_ends():
     assert (budget.total, budget.shared) == (0, {})
 
 
+def test_what_is_kept_for_the_next_call_counts_once_and_gives_way_to_answers():
+    replies = [Made(50), Made(30)]
+    budget = MemoryBudget(300, lambda: Kept(replies=replies), replies.clear)
+    with budget.answer() as first, budget.answer() as second:
+        first.share(replies[0])
+        assert (budget.total, budget.in_flight) == (80, 50)
+        second.add(20)
+        assert budget.total == 100
+        second.add(30)  # the one that no call sends is dropped
+        assert (budget.total, budget.in_flight, replies) == (100, 100, [])
+        with pytest.raises(Rejected, match="answers hold 100 bytes"):
+            second.add(1)
+    assert budget.total == 0
+
+
 def test_answers_keep_nothing_out_that_is_received_and_the_other_way_round():
-    kept = 0
-    budget = MemoryBudget(300, lambda: kept)
+    kept = Made(0)
+    budget = MemoryBudget(300, lambda: Kept([kept]))
     with budget.receive() as oldest, budget.receive() as push, budget.answer() as slow, budget.answer() as pull:
         oldest.add(0)
         push.add(200)
         pull.add(100)
-        kept = 1
+        kept.nbytes = 1
         with pytest.raises(Rejected, match="answers hold 101 bytes"):
             pull.add(0)
         slow.add(1)

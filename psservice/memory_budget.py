@@ -1,9 +1,10 @@
-"""The account of a shard's memory that grows with its calls: one limit for what is received and what is sent.
+"""The account of a shard's memory that grows with its calls: one limit for what is received, sent, and kept for both.
 
 A call is charged for a message on arrival, and, before the decoding, for what the content will occupy at its largest.
 A sparse reply is charged before it is made, at its largest; once it is made it counts for what it occupies, and once
-for all calls that send it. A dense reply and a download are not charged: they read the model while they are sent, and
-what pushes overwrite meanwhile is kept and counts (:mod:`psservice.model.copies`).
+for all calls that send it. It still counts while no call sends it, as long as it is kept for the next one that asks for
+the same, and is dropped if an answer has no room beside it. A dense reply and a download are not charged: they read the
+model while they are sent, and what pushes overwrite meanwhile is kept and counts (:mod:`psservice.model.copies`).
 
 What is received may have two thirds of the limit, and answers, with what is kept for them, a third. So clients that
 read slowly keep no push out. A worker's calls may have a half. While what is kept exceeds the answers' share, no
@@ -16,23 +17,10 @@ oldest that answers are exempt, and so is the oldest of a worker.
 import math
 import random
 import threading
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
-from google.protobuf.message import Message
-
-from pscore.model.layout import ModelLayout
 from pscore.wire.errors import ErrorCode, Rejected
-from pscore.wire.v1 import parameter_server_pb2 as pb
-
-_MESSAGE_BYTES = 3072  # of objects around a chunk: message, tensors, segment; 1.3 to 2.0 KB were measured
-_GROUP_BYTES = 512  # of objects around a group of a plan
-_SPARSE_ENTRY_BYTES = 12  # int64 offset, fp32 value
-_DENSE_ENTRY_BYTES = 4
-
-_ROOM_BYTES = 32 << 20  # for what does not grow with the model
-_ELEMENT_BYTES = 48  # of a push of every element, as raw offsets and fp32 values: 40 are charged
-_TENSOR_BYTES = 16 << 10  # each may be a group, and a chunk or a few, of its own
 
 _LEAST_LIMIT_BYTES, _LIMIT_ELEMENT_BYTES = 3 << 30, 96  # of all calls, as --memory-bytes has it
 
@@ -47,20 +35,24 @@ def default_limit(elements: int) -> int:
     return max(_LEAST_LIMIT_BYTES, _LIMIT_ELEMENT_BYTES * elements)
 
 
-def largest_stream(layout: ModelLayout | None, elements: int) -> int:
-    """Return more bytes than any valid push or upload of a shard occupies, however it is cut into groups."""
-    if layout is None:
-        return _ROOM_BYTES
-    buffers = 4 * sum(spec.nbytes for spec in layout.buffers)
-    return _ROOM_BYTES + _ELEMENT_BYTES * elements + _TENSOR_BYTES * len(layout.parameters) + buffers
-
-
-class SharedBytes(Protocol):
-    """What several calls may send."""
+class Occupies(Protocol):
+    """What counts as long as it is kept, once, by whomever."""
 
     @property
     def nbytes(self) -> int:
         """Bytes that it occupies."""
+
+
+class Kept(NamedTuple):
+    """What a model keeps beside its values.
+
+    Attributes:
+        copies: have the values that were overwritten while answers, or a snapshot, read the model.
+        replies: are there for the next call that asks for the same; calls may be sending them too.
+    """
+
+    copies: Sequence[Occupies] = ()
+    replies: Sequence[Occupies] = ()
 
 
 class MemoryBudget:
@@ -68,7 +60,8 @@ class MemoryBudget:
 
     Args:
         most: the limit.
-        kept: returns the bytes that are kept for answers that read the model while they are sent.
+        kept: returns what is kept beside the model.
+        forget: drops the replies that are kept; calls that send one go on.
 
     Attributes:
         received: charged to calls that receive.
@@ -76,25 +69,34 @@ class MemoryBudget:
         shared: what calls send, by the number of calls that do.
     """
 
-    def __init__(self, most: int, kept: Callable[[], int] = lambda: 0) -> None:
-        self.most, self.kept = most, kept
-        self.lock = threading.Lock()
+    def __init__(self, most: int, kept: Callable[[], Kept] = Kept, forget: Callable[[], None] = lambda: None) -> None:
+        self.most, self.kept, self.forget = most, kept, forget
+        self.lock = threading.RLock()  # garbage collection may end a call under the lock
         self.received = self.answered = 0
-        self.shared: dict[SharedBytes, int] = {}
+        self.shared: dict[Occupies, int] = {}
         self.receiving: dict[Reservation, None] = {}
         self.answering: dict[Reservation, None] = {}
         self.by_worker: dict[str, dict[Reservation, None]] = {}
 
     @property
-    def total(self) -> int:
-        """Bytes that all calls occupy."""
-        kept = self.kept()
-        with self.lock:
-            return self.received + self.answers() + kept
+    def in_flight(self) -> int:
+        """Bytes that calls occupy, with the copies that are kept for them."""
+        return self.received + self.answers(self.kept()._replace(replies=()))
 
-    def answers(self) -> int:
-        """Bytes that calls which answer occupy, without what is kept for them; ``lock`` is held."""
-        return self.answered + sum([each.nbytes for each in self.shared])
+    @property
+    def total(self) -> int:
+        """All bytes of the account."""
+        return self.received + self.answers(self.kept())
+
+    def answers(self, kept: Kept) -> int:
+        """Return the bytes of calls that answer, and of what is kept for them."""
+        with self.lock:
+            replies = {id(each): each for each in (*self.shared, *kept.replies)}
+            return self.answered + _bytes_of([*replies.values(), *kept.copies])
+
+    def exceeds(self, nbytes: int, kept: Kept) -> bool:
+        """Tell whether answers would have more than their share with so many bytes more."""
+        return self.answers(kept) + nbytes > self.most // 3
 
     def receive(self, largest: float = math.inf) -> "Reservation":
         """Return the reservation of a new call that receives up to ``largest`` bytes, a context."""
@@ -114,7 +116,7 @@ class Reservation:
         self._worker: str | None = None
         self._of_worker: dict[Reservation, None] = {}  # this call and its worker's others, the oldest first
         self.bytes = 0
-        self.shared: SharedBytes | None = None
+        self.shared: Occupies | None = None
 
     def __enter__(self) -> "Reservation":
         with self._budget.lock:
@@ -145,7 +147,7 @@ class Reservation:
         with self._budget.lock:
             self._charge(-self.bytes)
 
-    def share(self, made: SharedBytes) -> None:
+    def share(self, made: Occupies) -> None:
         """Release what was charged so far, and count what has been made until the call's end, once for all calls."""
         budget = self._budget
         with budget.lock:
@@ -164,8 +166,12 @@ class Reservation:
 
     def add(self, nbytes: int) -> None:
         """Charge more bytes; raises ``BAD_REQUEST`` beyond any valid stream, ``BUSY`` beyond the other limits."""
-        budget = self._budget
-        kept = budget.kept()
+        budget, kept = self._budget, Kept()
+        if self._answers:
+            kept = budget.kept()
+            if kept.replies and budget.exceeds(nbytes, kept):
+                budget.forget()
+                kept = budget.kept()
         with budget.lock:
             mine = self.bytes + nbytes
             if mine > self._largest:
@@ -179,10 +185,9 @@ class Reservation:
                 if held + nbytes > budget.most // 2:
                     raise _busy(f"calls of worker {self._worker!r} hold {held} bytes, half of --memory-bytes is theirs")
             if next(iter(self._calls)) is not self:
-                answers, share = budget.answers() + kept, budget.most // 3
-                if self._answers and answers + nbytes > share:
-                    raise _busy(f"answers hold {answers} bytes, a third of --memory-bytes is theirs")
-                if not self._answers and budget.received + nbytes > budget.most - share:
+                if self._answers and budget.exceeds(nbytes, kept):
+                    raise _busy(f"answers hold {budget.answers(kept)} bytes, a third of --memory-bytes is theirs")
+                if not self._answers and budget.received + nbytes > budget.most - budget.most // 3:
                     raise _busy(
                         f"pushes and uploads hold {budget.received} bytes, two thirds of --memory-bytes are theirs"
                     )
@@ -196,31 +201,8 @@ class Reservation:
             self._budget.received += nbytes
 
 
-def received_bytes(nbytes: int) -> int:
-    """Return what a message occupies beside what is decoded of it: as it came, and as the journal writes it."""
-    return _MESSAGE_BYTES + 2 * nbytes
-
-
-def decoded_bytes(request: Message) -> int:
-    """Return what is decoded of a message at its largest, and merged; only streams decode much.
-
-    An upload's values go straight to their place, or through one fp32 copy.
-    """
-    nbytes = 0
-    if isinstance(request, pb.PushSparseRequest):
-        nbytes = _GROUP_BYTES * len(request.header.plan) + _MESSAGE_BYTES * max(0, len(request.chunks) - 1)
-        for chunk in request.chunks:
-            nbytes += _chunk_bytes(chunk, _SPARSE_ENTRY_BYTES)
-    if isinstance(request, pb.UploadModelRequest | pb.ExchangeBuffersRequest):
-        nbytes += 2 * len(request.buffers.data)
-    if isinstance(request, pb.UploadModelRequest):
-        nbytes += _chunk_bytes(request.chunk)
-    return nbytes
-
-
-def _chunk_bytes(chunk: pb.Chunk, merged_bytes: int = 0) -> int:
-    entry_bytes = _DENSE_ENTRY_BYTES if chunk.index_codec == pb.INDEX_CODEC_DENSE else _SPARSE_ENTRY_BYTES
-    return min(chunk.count, chunk.length) * (entry_bytes + merged_bytes)  # a false count is refused when decoded
+def _bytes_of(kept: Sequence[Occupies]) -> int:
+    return sum([each.nbytes for each in kept])
 
 
 def _busy(why: str) -> Rejected:
