@@ -28,7 +28,7 @@ from psclient.errors import (
 from psclient.executor import SerialExecutor, is_cancelled
 from psclient.model.module import NamedBuffers
 from psclient.model.replica import Replica
-from psclient.rpc.channel import HANDSHAKE_SECONDS, RetryPolicy, pause, suppress_errors
+from psclient.rpc.channel import HANDSHAKE_SECONDS, RetryPolicy, suppress_errors
 from psclient.rpc.lease_thread import LeaseThread, start_all
 from psclient.rpc.progress_line import ProgressLine
 from psclient.rpc.samples import SampleTracker
@@ -60,8 +60,7 @@ _CLOSING_SECONDS = 1.0
 _MOST_REJOINS = 20  # in one step; each may wait, so this is a guard against a loop, not a time limit
 _FIRST_DEADLINE_SECONDS = 5.0  # before the first contact: a wrong address should be said soon
 _LONGEST_WAIT_SECONDS = 3600.0  # of one call, for other workers
-_PROGRESS_SECONDS = 1.0  # between two lines about another worker's upload
-_AGAIN_SECONDS = 0.2  # between two joins, if it is not known what they wait for
+_WAIT_SECONDS = 1.0  # of one call, while the worker joins: then progress is shown, and deadlines are looked at
 
 
 class Run:
@@ -166,6 +165,7 @@ class Run:
                     shard.connection.reconnect(at_once=True)
             with ProgressLine() as line:
                 while not self._try_join(seconds, line):
+                    self._require_not_cancelled()
                     if time.monotonic() > min(self._last_progress + seconds, self._deadline):
                         raise ServerNotReadyError(
                             self._lost_parts
@@ -211,10 +211,10 @@ class Run:
                 for shard, answer in zip(reversed(self.shards), answers, strict=True)
             )
             if not done:
-                self._pause(_AGAIN_SECONDS)
+                self._await_upload(line)
             return done
         if first.state != pb.JOIN_STATE_READY:
-            self._await_upload(first, line)
+            self._await_upload(line)
             return False
         now = epoch(first.generation)
         for shard, answer in zip(self.shards, reversed(answers), strict=True):
@@ -225,7 +225,12 @@ class Run:
                 and epoch(shard.generation) == now
                 and self._upload(shard, answer, sibling_generation(first.generation), line)
             ):
-                self._await_upload(first, line)
+                if first.HasField("upload"):
+                    self._await_upload(line)
+                else:
+                    is_ahead = epoch(answer.generation) > now
+                    seen = max(first.generation, answer.generation)
+                    self._join_shard(self.coordinator if is_ahead else shard, seconds, seen, waits=True)
                 return False
         self._compare_shards(answers[::-1])
         return True
@@ -300,7 +305,10 @@ class Run:
         if not self.joins:
             self.last_push_record = (first.last_incarnation, first.last_step) if first.last_step else None
 
-    def _join_shard(self, shard: ShardStream, seconds: float, generation_seen: int = 0) -> pb.JoinResponse:
+    def _join_shard(
+        self, shard: ShardStream, seconds: float, generation_seen: int = 0, *, waits: bool = False
+    ) -> pb.JoinResponse:
+        """Join one shard; ``waits``: the answer may wait for a model, of the epoch of ``generation_seen`` at least."""
         request = pb.JoinRequest(
             shard_index=shard.index,
             generation_seen=generation_seen,
@@ -311,6 +319,8 @@ class Run:
         is_first_contact = not self.joins and shard.connection.locate is None
 
         def attempt(timeout: float) -> pb.JoinResponse:
+            wait = _WAIT_SECONDS if waits else max(0.0, min(_WAIT_SECONDS, alive_until - time.monotonic()))
+            request.wait_seconds = min(wait, WAIT_SHARE * timeout)
             try:
                 answer: pb.JoinResponse = shard.connection.result(
                     shard.connection.stub.Join.future(request, timeout=timeout)
@@ -323,27 +333,26 @@ class Run:
                     raise RefusedError(Rejected(ErrorCode.SHARD_MISMATCH, str(failure))) from error
                 raise
 
-        policy, alive_until = self.policy(seconds), math.inf
+        policy, alive_until = self.policy(seconds), 0.0
         self._has_asked = True
         while isinstance(answer := shard.connection.call(policy, attempt), Rejected):
             if answer.reason is ErrorCode.WORKER_ALIVE and self._make_way():
                 continue
             # A restarted worker meets its predecessor's lease: wait for its end, but not for a renewal.
             lease_seconds, now = float(answer.metadata.get("lease_seconds", 0)), time.monotonic()
-            if answer.reason is ErrorCode.WORKER_ALIVE and math.isinf(alive_until):
+            if answer.reason is ErrorCode.WORKER_ALIVE and not alive_until:
                 alive_until = now + lease_seconds + 1.0
                 log.warning("%s; waiting up to %.0f s for the end of its lease", answer.detail, lease_seconds)
             if answer.reason is not ErrorCode.WORKER_ALIVE or now > min(alive_until, self._deadline):
                 raise from_refusal(answer) from None
-            self._pause(answer.retry_seconds or 0.5)
+            self._require_not_cancelled()
         self._require_codecs(shard, answer)
         shard.readable = frozenset(answer.index_codecs or PLAIN_INDEX_CODECS)
         shard.origins = tuple(answer.origins)
         return answer
 
-    def _pause(self, seconds: float) -> None:
-        """Wait before asking again; raises :class:`ServerUnreachableError` if the calling job is cancelled."""
-        pause(seconds)
+    def _require_not_cancelled(self) -> None:
+        """Raise :class:`ServerUnreachableError` if the calling job is cancelled."""
         if is_cancelled():
             raise ServerUnreachableError(self.coordinator.address, 0.0, "joining was interrupted", STEP_AGAIN)
 
@@ -359,23 +368,21 @@ class Run:
                     f"{shard.address} does not read {setting} {name!r}; use one of {known}, or upgrade the server"
                 )
 
-    def _await_upload(self, first: pb.JoinResponse, line: ProgressLine) -> None:
-        """Wait until there is reason to join again: the model is there, or nobody uploads one."""
-        answer: pb.JoinResponse | pb.RenewLeaseResponse = first
-        if not answer.HasField("upload"):
-            self._pause(_AGAIN_SECONDS)
-        while answer.HasField("upload") and time.monotonic() < self._deadline and not is_cancelled():
-            upload = answer.upload
-            line.show(f"{shown(upload.worker_id)} uploads the model", upload.share, upload.seconds_left)
+    def _await_upload(self, line: ProgressLine) -> None:
+        """Wait until there is reason to join again: shard 0 has the model, or no other worker uploads one to it."""
+        while time.monotonic() < self._deadline and not is_cancelled():
             deadline_seconds = min(self.settings.deadline_seconds, max(0.1, self._deadline - time.monotonic()))
             request = pb.RenewLeaseRequest(identity=self.identity)
-            request.wait_seconds = min(_PROGRESS_SECONDS, WAIT_SHARE * deadline_seconds)
+            request.wait_seconds = min(_WAIT_SECONDS, WAIT_SHARE * deadline_seconds)
             try:
                 answer = self.coordinator.lease_connection.stub.RenewLease(request, timeout=deadline_seconds)
             except grpc.RpcError:
                 return  # the next join meets the cause
+            upload = answer.upload
+            if not answer.HasField("upload") or upload.worker_id == self.identity.worker_id:
+                return
+            line.show(f"{shown(upload.worker_id)} uploads the model", upload.share, upload.seconds_left)
             self._last_progress = time.monotonic()
-        self._pause(0.0)
 
     def _upload(self, shard: ShardStream, joined: pb.JoinResponse, generation: int, line: ProgressLine) -> bool:
         """Send a shard its range, if it has none of this upload; False if another worker was faster: join again."""

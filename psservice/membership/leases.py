@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.awaiting import Waiters
+from psservice.awaiting import NotYetError, Waiters
 from psservice.membership.admission import Pace
 from psservice.replies.reply_mode import ReplyRule
 from psservice.replies.reply_session import ReplyMode, ReplySession
@@ -113,12 +113,13 @@ class Leases:
             now = self.clock()
             member = self._named(identity.worker_id, now)
             if member is not None and member.identity != identity:
-                remaining = member.lease_end - now
-                raise Rejected(
+                other, remaining = member.identity, member.lease_end - now
+                raise NotYetError(
                     ErrorCode.WORKER_ALIVE,
-                    f"worker {identity.worker_id!r} is alive as incarnation {member.identity.incarnation}, "
+                    f"worker {identity.worker_id!r} is alive as incarnation {other.incarnation}, "
                     f"for {remaining:.1f} s more unless renewed",
-                    retry_seconds=min(remaining, 1.0),
+                    lambda: not self.is_live(other),
+                    again_seconds=remaining,
                     worker=identity.worker_id,
                     lease_seconds=f"{remaining:.3f}",
                 )

@@ -36,7 +36,7 @@ BOUNDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
         "lost_versions": (0, _MOST_VERSION),
     },
     "ShardOrigin": {"generation": (0, _MOST_GENERATION), "version": (0, _MOST_VERSION)},
-    "JoinRequest": {"generation_seen": (0, _MOST_GENERATION)},
+    "JoinRequest": {"generation_seen": (0, _MOST_GENERATION), "wait_seconds": _WAIT},
     "UploadHeader": {"generation": (0, _MOST_GENERATION), "version": (0, _MOST_VERSION)},
     "PushHeader": {
         "step": (1, _MOST_STEP),

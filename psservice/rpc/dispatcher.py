@@ -102,6 +102,7 @@ class Dispatcher:
         self._penalty = Penalty()
         self._held_back = 0  # calls that have ended, of callers that make many mistakes
         self._request_budget = MemoryBudget(_REQUEST_BYTES)
+        self._join_budget = MemoryBudget(_REQUEST_BYTES)  # else joins that wait would keep renewals out
         self._stopping = False
         self._ahead = 0  # calls whose messages are received ahead
         self._metrics.running_calls.set_function(lambda: sum(pool.at_work for pool in self._pools.values()))
@@ -289,7 +290,8 @@ class Dispatcher:
 
     async def _in_turn(self, opened: OpenCall, handler: Handler, raw: bytes) -> Answers:
         """Answer a request of one message, once what it waits for has happened."""
-        with self._request_budget.receive() as reservation:  # it waits for a thread, or for others
+        budget = self._join_budget if opened.call.rpc == "Join" else self._request_budget
+        with budget.receive() as reservation:  # it waits for a thread, or for others
             reservation.add(received_bytes(len(raw)))
             if not opened.rule.stays_open:
                 work = partial(reply_to, opened.call, cast(_OneMessage, handler), raw)

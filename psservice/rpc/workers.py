@@ -24,6 +24,7 @@ from pscore.wire.codecs.names import (
 )
 from pscore.wire.dense import MessageSize, bytes_of, chunk_message, field_bytes
 from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.generation import epoch
 from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message, place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.awaiting import NotYetError
@@ -65,7 +66,7 @@ class WorkerCalls:
         self._metrics.bytes_in_flight_limit.set_function(self._most_in_flight)
 
     def join(self, call: Call, request: pb.JoinRequest) -> pb.JoinResponse:
-        """Grant a lease."""
+        """Grant a lease; the answer may wait for the end of the name's former lease, and for a model."""
         shard = self._shard
         if request.protocol_version != PROTOCOL_VERSION:
             raise Rejected(
@@ -81,8 +82,12 @@ class WorkerCalls:
                 f"the run answers in {self._settings.down_value_type}, which this worker cannot read; upgrade it, "
                 "or start the server with --down-value-type fp32",
             )
+        awaited = model_install.model_awaited(shard)
         answer = join(shard, identity, self._layouts.read(identity, request.layout), request)
         close_rounds_after_leave(shard)  # a round may have waited for enough workers
+        is_older = answer.state == pb.JOIN_STATE_READY and epoch(answer.generation) < epoch(request.generation_seen)
+        if (is_older or answer.state == pb.JOIN_STATE_WAIT) and call.wait_seconds and not call.is_late:
+            raise self._model_awaited(awaited)
         others = pb.JoinResponse(
             run_id=shard.run.run_id,
             settings=run_settings(self._settings),
@@ -104,11 +109,9 @@ class WorkerCalls:
         member = shard.leases.require(identity)
         shard.uploads.note_progress(identity, request.uploaded)
         hear_of_shards(shard, request.shards)
-        progress = model_install.upload_progress(shard)
-        if progress is not None and call.wait_seconds and not call.is_late:
-            raise NotYetError(
-                ErrorCode.BUSY, "the model is uploaded", lambda: model_install.upload_progress(shard) is None
-            )
+        awaited, progress = model_install.model_awaited(shard), model_install.upload_progress(shard)
+        if (progress is not None or shard.model is None) and call.wait_seconds and not call.is_late:
+            raise self._model_awaited(awaited)
         return pb.RenewLeaseResponse(
             live_workers=len(shard.leases),
             received_bytes=member.received_bytes,
@@ -331,6 +334,11 @@ class WorkerCalls:
         identity = call.identity = self._identity(message)
         call.has_lease = partial(self._shard.leases.is_live, identity)
         return identity
+
+    def _model_awaited(self, seen: tuple[int, bool]) -> NotYetError:
+        """Return the refusal of a call that waits for a model, until what was seen of it is another."""
+        shard = self._shard
+        return NotYetError(ErrorCode.BUSY, "a model is awaited", lambda: model_install.model_awaited(shard) != seen)
 
     def _require_pushed(self, identity: Identity, step: int) -> None:
         """Wait for the push of a step; it may be on its way for as long as a stream may be idle."""

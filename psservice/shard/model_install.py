@@ -164,6 +164,11 @@ def upload_progress(shard: Shard) -> pb.ModelProgress | None:
     return shard.uploads.progress() or (pb.ModelProgress(share=1.0) if shard.installing else None)
 
 
+def model_awaited(shard: Shard) -> tuple[int, bool]:
+    """Return what becomes another when a model comes, or when the worker that was to bring it does not."""
+    return 0 if shard.model is None else shard.model.generation, upload_progress(shard) is None
+
+
 def forget_upload(shard: Shard, identity: Identity | None = None) -> None:
     """Free the unfinished upload of a worker that has left, or one that no worker resumes: the shard has a model."""
     uploads = shard.uploads

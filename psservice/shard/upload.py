@@ -168,6 +168,7 @@ class Uploads:
             generation = next_generation(max(previous, generation_seen))
             self._grant = grant = _Grant(identity, generation, has_replica, now, now)
             log.info("upload granted", extra={"worker": identity.worker_id, "generation": grant.generation})
+            self._leases.waiters.wake()
         return grant.generation
 
     def require_seen(self, generation_seen: int, present: int) -> None:
@@ -204,6 +205,7 @@ class Uploads:
         """End the grant of a worker that has left; its generation stays known."""
         if self._grant is not None and self._grant.identity == identity:
             self._grant.moved = -math.inf
+            self._leases.waiters.wake()
 
     def end_grant(self) -> None:
         """Drop the grant: the model is installed."""

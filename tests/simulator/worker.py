@@ -133,6 +133,7 @@ class Worker:
                 num_shards=len(self.places),
                 generation_seen=seen if place.host.index == 0 else 0,
                 has_replica=has_replica,
+                wait_seconds=self.random.choice((0.0, WAIT_SECONDS)),
                 index_codecs=READABLE_INDEX_CODECS,
                 value_codecs=READABLE_VALUE_CODECS,
             )

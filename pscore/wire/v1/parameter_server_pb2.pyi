@@ -297,7 +297,7 @@ class _JoinStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JoinState.V
     JOIN_STATE_UPLOAD: _JoinState.ValueType  # 2
     """This worker is to upload the model."""
     JOIN_STATE_WAIT: _JoinState.ValueType  # 3
-    """Another worker is uploading: join again after the delay."""
+    """Another worker is uploading: wait for the end of that, and join again."""
 
 class JoinState(_JoinState, metaclass=_JoinStateEnumTypeWrapper):
     """What a worker has to do after joining."""
@@ -309,7 +309,7 @@ JOIN_STATE_READY: JoinState.ValueType  # 1
 JOIN_STATE_UPLOAD: JoinState.ValueType  # 2
 """This worker is to upload the model."""
 JOIN_STATE_WAIT: JoinState.ValueType  # 3
-"""Another worker is uploading: join again after the delay."""
+"""Another worker is uploading: wait for the end of that, and join again."""
 Global___JoinState: _TypeAlias = JoinState  # noqa: Y015
 
 class _RunState:
@@ -740,6 +740,7 @@ class JoinRequest(_message.Message):
     INDEX_CODECS_FIELD_NUMBER: _builtins.int
     VALUE_CODECS_FIELD_NUMBER: _builtins.int
     LOADED_FIELD_NUMBER: _builtins.int
+    WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol that the worker speaks; now 2."""
     method: _builtins.str
@@ -749,9 +750,13 @@ class JoinRequest(_message.Message):
     num_shards: _builtins.int
     """How many shards the worker was given."""
     generation_seen: _builtins.int
-    """The highest generation that the other shards reported."""
+    """The highest generation that the other shards reported; in a Join that waits, to any shard the highest of all."""
     has_replica: _builtins.bool
     """True if the worker's parameters come from a pull of this training, so that they are worth uploading."""
+    wait_seconds: _builtins.float
+    """How long the answer may wait, seconds: for the end of the lease of another incarnation, or, where the answer would be
+    WAIT or a model older than generation_seen, for another state of this shard's model.
+    """
     @_builtins.property
     def identity(self) -> Global___WorkerIdentity:
         """Who joins; run_id empty to accept whatever run the server has."""
@@ -793,10 +798,11 @@ class JoinRequest(_message.Message):
         index_codecs: _abc.Iterable[Global___IndexCodec.ValueType] | None = ...,
         value_codecs: _abc.Iterable[Global___ValueCodec.ValueType] | None = ...,
         loaded: Global___LoadedModel | None = ...,
+        wait_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "layout", b"layout", "loaded", b"loaded"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation_seen", b"generation_seen", "has_replica", b"has_replica", "identity", b"identity", "index_codecs", b"index_codecs", "layout", b"layout", "loaded", b"loaded", "method", b"method", "method_settings", b"method_settings", "num_shards", b"num_shards", "protocol_version", b"protocol_version", "shard_index", b"shard_index", "value_codecs", b"value_codecs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation_seen", b"generation_seen", "has_replica", b"has_replica", "identity", b"identity", "index_codecs", b"index_codecs", "layout", b"layout", "loaded", b"loaded", "method", b"method", "method_settings", b"method_settings", "num_shards", b"num_shards", "protocol_version", b"protocol_version", "shard_index", b"shard_index", "value_codecs", b"value_codecs", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1012,7 +1018,7 @@ class RenewLeaseRequest(_message.Message):
     first_batches: _builtins.int
     """A fingerprint of the worker's first batches; 0 where it has none. Only equality means anything."""
     wait_seconds: _builtins.float
-    """How long the answer may wait for the end of the upload that upload in the answer tells of, seconds."""
+    """How long the answer may wait, seconds: while a model is uploaded, or none is there, until that has changed."""
     @_builtins.property
     def identity(self) -> Global___WorkerIdentity:
         """Who renews."""

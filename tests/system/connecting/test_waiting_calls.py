@@ -3,11 +3,12 @@
 import json
 import threading
 
+import grpc
 import pytest
 
-from pscore.wire.errors import ErrorCode
+from pscore.wire.errors import ErrorCode, details_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from tests.system.raw import TIMEOUT, RawWorker, Stream, pull_of, push_of
+from tests.system.raw import TIMEOUT, RawWorker, Stream, commit_of, dense_chunk, pull_of, push_of
 from tests.system.tools import wait_until
 
 N = 50
@@ -261,6 +262,91 @@ def test_a_renewal_waits_for_the_end_of_an_upload(start):
     go_on.set()
     assert not renewal.result().HasField("upload")
     joining.join(TIMEOUT)
+
+
+def test_a_join_waits_for_the_end_of_the_lease_that_has_its_name(start):
+    server = start()
+    anna = Worker(server.address, "anna").join()
+    again = RawWorker(server.address, "anna", N)
+    for seconds in (0.0, 0.05):
+        with pytest.raises(grpc.RpcError) as refused:
+            again.stub.Join(again.join_request(wait_seconds=seconds), timeout=TIMEOUT)
+        assert details_of(refused.value).reason is ErrorCode.WORKER_ALIVE
+    joining = again.stub.Join.future(again.join_request(wait_seconds=LONG), timeout=TIMEOUT)
+    until_waiting(server)
+    anna.stub.Leave(pb.LeaveRequest(identity=anna.identity), timeout=TIMEOUT)
+    assert joining.result().live_workers == 1
+    assert waiting(server) == 0
+
+
+def test_a_join_waits_until_a_lease_that_nobody_renews_is_over(start):
+    server = start(lease_seconds=0.5)
+    Worker(server.address, "anna").join()
+    again = RawWorker(server.address, "anna", N)
+    assert again.stub.Join(again.join_request(wait_seconds=LONG), timeout=TIMEOUT).live_workers == 1
+
+
+def test_joins_that_wait_hold_no_memory_that_renewals_need(start, monkeypatch):
+    server = start()
+    anna = Worker(server.address, "anna").join()
+    monkeypatch.setattr(server._dispatcher._join_budget, "most", 1)
+    again = [RawWorker(server.address, "anna", N) for _ in range(2)]
+    joining = again[0].stub.Join.future(again[0].join_request(wait_seconds=LONG), timeout=TIMEOUT)
+    until_waiting(server)
+    with pytest.raises(grpc.RpcError) as refused:
+        again[1].stub.Join(again[1].join_request(wait_seconds=LONG), timeout=TIMEOUT)
+    assert details_of(refused.value).reason is ErrorCode.BUSY
+    assert anna.stub.RenewLease(pb.RenewLeaseRequest(identity=anna.identity), timeout=TIMEOUT).live_workers == 1
+    joining.cancel()
+
+
+def test_a_join_waits_for_the_model_that_another_worker_brings(start):
+    server = start()
+    anna, bert = RawWorker(server.address, "anna", N), RawWorker(server.address, "bert", N)
+    granted = anna.stub.Join(anna.join_request(wait_seconds=LONG), timeout=TIMEOUT)
+    anna.identity.run_id, anna.generation = granted.run_id, granted.generation
+    for seconds in (0.0, 0.05):
+        answer = bert.stub.Join(bert.join_request(wait_seconds=seconds), timeout=TIMEOUT)
+        assert (answer.state, answer.upload.worker_id) == (pb.JOIN_STATE_WAIT, "anna")
+    joining = bert.stub.Join.future(bert.join_request(wait_seconds=LONG), timeout=TIMEOUT)
+    until_waiting(server)
+    anna.upload()
+    assert (joining.result().state, joining.result().generation) == (pb.JOIN_STATE_READY, anna.generation)
+
+
+def test_a_join_waits_for_a_newer_model_than_the_one_that_is_here(start):
+    first = start(num_shards=2)
+    server = start(shard_index=1, num_shards=2, coordinator=first.address)
+    anna, bert = RawWorker(server.address, "anna", N), RawWorker(server.address, "bert", N)
+    place = {"shard_index": 1, "num_shards": 2}
+    assert anna.join(**place).state == pb.JOIN_STATE_WAIT
+    anna.identity.run_id, anna.generation = first.shard.run.run_id, 1 << 32
+    send_half(anna)
+    newer = bert.join_request(**place, generation_seen=2 << 32, wait_seconds=LONG)
+    joining = bert.stub.Join.future(newer, timeout=TIMEOUT)
+    until_waiting(server)
+    assert bert.join(**place, generation_seen=1 << 32, wait_seconds=LONG).state == pb.JOIN_STATE_READY
+    anna.generation = 2 << 32
+    send_half(anna)
+    assert joining.result().generation == anna.generation
+
+
+def test_who_is_to_upload_and_leaves_makes_way_for_one_who_waits(start):
+    server = start()
+    anna, bert = RawWorker(server.address, "anna", N), RawWorker(server.address, "bert", N)
+    anna.stub.Join(anna.join_request(), timeout=TIMEOUT)
+    joining = bert.stub.Join.future(bert.join_request(wait_seconds=LONG), timeout=TIMEOUT)
+    until_waiting(server)
+    anna.stub.Leave(pb.LeaveRequest(identity=anna.identity), timeout=TIMEOUT)
+    assert joining.result().state == pb.JOIN_STATE_UPLOAD
+
+
+def send_half(worker):
+    """Upload the second half of the model to the shard that has that."""
+    header, half = pb.UploadHeader(identity=worker.identity, generation=worker.generation), N // 2
+    chunk = dense_chunk(worker.theta[half:].tobytes(), half)
+    parts = [{"header": header}, {"chunk": chunk}, {"commit": commit_of(chunk)}]
+    worker.stub.UploadModel((pb.UploadModelRequest(**part) for part in parts), timeout=TIMEOUT)
 
 
 def test_samples_that_others_hold_are_waited_for(start):
