@@ -130,6 +130,14 @@ def measurements(*, quick: bool) -> list[Measurement]:
                 {**calls, "size": 8000, "workers": 180},
                 {"cpu_ms": "180 workers, 8 k parameters: server CPU of a push and a pull, ms"},
             ),
+            Measurement(
+                "rounds",
+                {"size": 10_000, "workers": 4, "rounds": 200},
+                {
+                    "wait_ms": "a round's last push to the others' answers, ms",
+                    "wait_pushes": "– the same over a push that closes no round",
+                },
+            ),
             Measurement("bulk", {"size": 100_000_000}, {"upload": "first upload, MB/s", "download": "download, MB/s"}),
         ]
     return found

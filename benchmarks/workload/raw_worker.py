@@ -1,7 +1,7 @@
 """A worker without a model: the raw stubs, pushes of noise, replies thrown away. Many of them fit into one process."""
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 
 import grpc
@@ -19,12 +19,15 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
 
-def join_request(layout: ModelLayout, shard: int = 0, shards: int = 1) -> pb.JoinRequest:
+def join_request(
+    layout: ModelLayout, shard: int = 0, shards: int = 1, method_settings: Mapping[str, str] | None = None
+) -> pb.JoinRequest:
     """Return a request to join; who joins is filled in later."""
     return pb.JoinRequest(
         identity=pb.WorkerIdentity(),
         protocol_version=PROTOCOL_VERSION,
         method="bench",
+        method_settings=method_settings,
         layout=layout_to_message(layout),
         shard_index=shard,
         num_shards=shards,
@@ -46,9 +49,12 @@ class RawWorker:
         address: of a server with one shard.
         layout: the model.
         name: this worker's.
+        method_settings: those of the run.
     """
 
-    def __init__(self, address: str, layout: ModelLayout, name: str) -> None:
+    def __init__(
+        self, address: str, layout: ModelLayout, name: str, method_settings: Mapping[str, str] | None = None
+    ) -> None:
         """Join."""
         self._channel = grpc.insecure_channel(address, NO_PROXY)
         self._stub = ParameterServerServiceStub(self._channel)
@@ -57,7 +63,7 @@ class RawWorker:
         self._base: int | None = None
         self._acknowledged = 0
         self._image = False
-        request = join_request(layout)
+        request = join_request(layout, method_settings=method_settings)
         self._identity = request.identity
         self._identity.worker_id, self._identity.incarnation = name, str(uuid.uuid4())
         joined: pb.JoinResponse = self._stub.Join(request, timeout=CALL_SECONDS)

@@ -45,7 +45,7 @@ class ReplayWorker:
         self._join.identity.worker_id, self._join.identity.incarnation = name, str(uuid.uuid4())
         self._push = pb.PushSparseRequest.FromString(messages[1])
         self._rest = messages[2:]
-        self._pull = pb.PullDiffRequest(has_base=True)
+        self._pull = pb.PullDiffRequest(has_base=True, wait_seconds=CALL_SECONDS)
         self.sent = self.received = self.staleness = 0
         self.pushed = 0.0
 
