@@ -3,7 +3,7 @@
 A handler that finds its condition unmet raises :class:`NotYetError` and ends, so a call that waits holds no thread. The
 event loop runs the handler again once the condition holds. Whatever changes a condition (a version, a round, a lease,
 an installed model) calls :meth:`Waiters.wake`. A push changes the conditions of those only that wait for a push of its
-worker.
+worker: the event loop calls :meth:`Waiters.pushed` when it has the push's result.
 """
 
 import math
@@ -48,7 +48,7 @@ class NotYetError(Rejected):
 
 
 class Waiters:
-    """The calls that wait for one shard. :meth:`wake` and :meth:`pushed` are for any thread, all else for the loop.
+    """The calls that wait for one shard. :meth:`wake` is for any thread, all else for the loop.
 
     Attributes:
         pushers: the workers for whose pushes calls wait, each with these calls.
@@ -60,8 +60,7 @@ class Waiters:
         self.pushers: dict[Identity, dict[Callable[[], None], None]] = {}
         self._pusher_of: dict[Callable[[], None], Identity] = {}
         self._post: Callable[[Callable[[], None]], object] = lambda look: None
-        self._is_posted = self._all_look = False
-        self._have_pushed: set[Identity] = set()
+        self._is_posted = False
         self.everyone = self._seen = object()
 
     def __len__(self) -> int:
@@ -93,31 +92,21 @@ class Waiters:
         """
         if everyone:
             self.everyone = object()
-        if self._waiting:
-            self._all_look = True
-            self._post_look()
-
-    def pushed(self, identity: Identity) -> None:
-        """Have the calls look at their conditions that wait for a push of this worker, as :meth:`wake` does."""
-        if identity in self.pushers:
-            self._have_pushed.add(identity)
-            self._post_look()
-
-    def _post_look(self) -> None:
-        if not self._is_posted:
+        if self._waiting and not self._is_posted:
             self._is_posted = True
             self._post(self._look)
 
+    def pushed(self, identity: Identity) -> None:
+        """Have the calls look at their conditions that wait for a push of this worker; on the event loop."""
+        for wake in [*self.pushers.get(identity, ())]:
+            self._look_at(wake)
+
     def _look(self) -> None:
         self._is_posted = False  # first: a change from here on posts anew
-        if self._all_look:
-            self._all_look, everyone = False, self.everyone
-            wakes_all, self._seen = everyone is not self._seen, everyone
-            for wake in [*self._waiting]:
-                self._look_at(wake, wakes_all=wakes_all)
-        while self._have_pushed:
-            for wake in [*self.pushers.get(self._have_pushed.pop(), ())]:
-                self._look_at(wake)
+        everyone = self.everyone
+        wakes_all, self._seen = everyone is not self._seen, everyone
+        for wake in [*self._waiting]:
+            self._look_at(wake, wakes_all=wakes_all)
 
     def _look_at(self, wake: Callable[[], None], *, wakes_all: bool = False) -> None:
         """Wake a call if its condition holds; else note whose push it waits for, before the condition is asked."""

@@ -48,8 +48,9 @@ from psservice.rpc.calls import (
     require_place,
 )
 from psservice.rpc.charges import received_bytes
-from psservice.rpc.open_call import OpenCall, Pool, StalledError, fetch_error
+from psservice.rpc.open_call import OpenCall, StalledError, fetch_error
 from psservice.rpc.penalty import Penalty, is_fault
+from psservice.rpc.pool import Pool
 from psservice.shard.shard import Shard
 from psservice.values import Identity
 
@@ -365,6 +366,8 @@ class Dispatcher:
             return found
         finally:
             call.release()
+            if call.identity is not None:
+                self._waiters.pushed(call.identity)
 
     async def _read_request(self, opened: OpenCall, handler: Handler, raw: bytes | None) -> Answers | LastStep:
         """Send the messages of a request into a reader, each as it arrives; return what the reader ends with.

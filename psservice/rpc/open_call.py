@@ -4,18 +4,14 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-import torch
-
-from pscore.telemetry import tracing
 from pscore.telemetry.span import NO_SPAN
 from pscore.wire.errors import Rejected
-from psservice.apply_thread import run_into
-from psservice.rpc.calls import Call, Lane, Rule
-from psservice.storage.environment import Environment
+from psservice.rpc.calls import Call, Rule
+from psservice.rpc.pool import Pool
 
 log = logging.getLogger(__name__)
 
@@ -24,31 +20,6 @@ Result = TypeVar("Result")
 
 class StalledError(Exception):
     """The client has stalled a call for too long, or the server stops."""
-
-
-class Pool:
-    """A lane's threads; ``at_work`` counts the lane's requests that are at work or wait for a thread.
-
-    torch computes in each of these threads alone: otherwise each would bring a team of OpenMP's threads.
-    Without threads in ``environment`` a job runs in the thread of its caller.
-    """
-
-    def __init__(self, lane: Lane, threads: int, environment: Environment) -> None:
-        self._threads = ThreadPoolExecutor(threads, f"rpc-{lane.value}", torch.set_num_threads, (1,))
-        self._is_threaded = environment.is_threaded
-        self.at_work = 0
-
-    def submit(self, job: Callable[[], Result]) -> "Future[Result]":
-        """Queue a job, and return its future."""
-        if not self._is_threaded:
-            ended: Future[Result] = Future()
-            run_into(ended, job)
-            return ended
-        return self._threads.submit(tracing.carried(job))
-
-    def close(self) -> None:
-        """Finish the queue, and end the threads."""
-        self._threads.shutdown()
 
 
 class Executor(Protocol):

@@ -64,7 +64,6 @@ def _push(
     record = _decide(shard, member, header, finished)
     answer = shard.commit(record, update, messages)
     assert answer is not None
-    shard.leases.waiters.pushed(identity)
     if finished:
         shard.leases.waiters.wake()
     member.last_step, member.staleness = header.step, answer.staleness

@@ -15,7 +15,8 @@ from psservice.rpc import dispatcher
 from psservice.rpc.auth import ANONYMOUS_ADMIN
 from psservice.rpc.calls import RULES, Call
 from psservice.rpc.dispatcher import Dispatcher
-from psservice.rpc.open_call import OpenCall, Pool
+from psservice.rpc.open_call import OpenCall
+from psservice.rpc.pool import Pool
 from psservice.storage.environment import MACHINE
 
 SECONDS = 20.0

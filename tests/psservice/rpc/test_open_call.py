@@ -12,7 +12,8 @@ from pscore.wire.errors import ErrorCode, Rejected
 from psservice.apply_thread import ApplyThread
 from psservice.rpc.auth import ANONYMOUS_ADMIN
 from psservice.rpc.calls import RULES, Call, Lane
-from psservice.rpc.open_call import OpenCall, Pool, StalledError
+from psservice.rpc.open_call import OpenCall, StalledError
+from psservice.rpc.pool import Pool
 from psservice.storage.environment import MACHINE
 
 
