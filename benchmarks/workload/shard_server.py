@@ -21,7 +21,7 @@ from psservice.shard.lifecycle import open_shard
 from psservice.shard.model_install import finish_upload, open_upload
 from psservice.shard.pull import pull
 from psservice.shard.push import check_push, prepare_push
-from psservice.state.push_stream import read_all, read_push
+from psservice.state.stream_readers import read_all, read_push
 from psservice.values import Identity, PushAnswer
 
 _LEASE_SECONDS = 3600.0

@@ -128,7 +128,7 @@ def _health(options: argparse.Namespace) -> int:
 
 def _replay(options: argparse.Namespace) -> int:
     from pscore.model.modelfile import ModelFileError
-    from psservice.durability.replay import write_model
+    from psservice.durability.earlier_models import write_model
     from psservice.storage.files import StorageError
 
     try:

@@ -1,124 +1,158 @@
-"""A model as it was at a version or a checkpoint, from a data directory, with or without a server that uses it.
-
-``psservice replay`` writes such a model to a file, ``--init`` begins a run with one, and a rollback goes back to one.
-"""
+"""A shard at a version of its past: a snapshot, and the records behind it, applied one by one."""
 
 import logging
-import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from itertools import chain
 
 import torch
+from google.protobuf.message import DecodeError
 
-from pscore.model import modelfile
-from psservice.durability.past import Past
-from psservice.durability.refusal import or_storage_error
+from pscore.wire.errors import Rejected
+from psservice.durability.capture import model_from, restore
+from psservice.model.changelog import ChangeLog
+from psservice.model.parameters import ModelShard, on_device
+from psservice.rules.changed import ChangedIndices, changed_by
 from psservice.settings import ShardSettings
-from psservice.storage.files import DISK, Files, StorageError
-from psservice.storage.lock_file import Watermark
-from psservice.storage.recovery_source import RecoverySource, newest_source
-from psservice.storage.snapshots import readable
+from psservice.state.records import KINDS, PUSHED, ROUND_CLOSED, read_record, read_update
+from psservice.state.run import Run
+from psservice.state.state import ShardState
+from psservice.state.v1 import journal_pb2 as rec
+from psservice.storage.files import StorageError
+from psservice.storage.formats import OtherReleaseError
+from psservice.storage.journal_format import Record as JournalRecord
+from psservice.storage.recovery_source import RecoverySource
 
 log = logging.getLogger(__name__)
 
 
-def replay_to(
-    directory: Path,
-    files: Files,
-    device: torch.device,
-    settings: ShardSettings,
-    version: int | None,
-    checkpoint: str,
-    clock: Callable[[], float] = time.monotonic,
-) -> Past:
-    """Replay a shard to a version (of its newest history that had it), to a checkpoint, or to the end.
+class Past:
+    """A shard's state at one version of its past.
 
-    Raises :class:`StorageError` if that is not kept, or is damaged.
+    ``settings`` serve from :meth:`apply_settings` on; until then, those with which the records were made. ``clock``
+    counts the seconds of the model's rounds, and ``state`` is that of a shard without a model. Raises
+    :class:`StorageError` if the snapshot does not make sense.
     """
-    if version is None and not checkpoint:
-        newest = newest_source(directory, files)
-        if newest is None:
-            raise StorageError(f"{directory} holds no model yet")
-        with or_storage_error(directory):
-            past = Past(newest, device, settings, clock)
-            past.replay_to(None)
-        return past
 
-    why = ""
-    kept = readable(files, directory / "snapshots")
-    for snapshot in reversed(kept):
-        first = snapshot.manifest
-        if (first.checkpoint != checkpoint) if version is None else (first.version > version):
-            continue
+    def __init__(
+        self,
+        source: RecoverySource,
+        device: torch.device,
+        settings: ShardSettings,
+        clock: Callable[[], float] = time.monotonic,
+        state: ShardState | None = None,
+    ) -> None:
+        self._source, self._device, self._settings, self._clock = source, device, settings, clock
+        self.snapshot = source.snapshot
+        self.state = state or ShardState(Run("", coordinator=False), clock)
+        restore(self.state, source.snapshot, source.tensors, device, settings, clock)
+        self.replayed = 0
+
+    @property
+    def model(self) -> ModelShard:
+        """The shard's part of the model."""
+        assert self.state.model is not None
+        return self.state.model
+
+    def replay(self, to_version: int | None = None) -> Iterator[int]:
+        """Replay the records one by one, and yield the version after each.
+
+        Raises :class:`StorageError` if the version is not covered, and :class:`RecordError` if a record cannot be
+        applied: the model may then have half of it.
+        """
+        if to_version is None or to_version > self.model.version:
+            for record in self._source.records():
+                try:
+                    self._apply(record)
+                except OtherReleaseError:
+                    raise
+                except Exception as error:  # torch's want of memory is a RuntimeError; and whatever fails each time
+                    raise self._source.unfit(record, error) from error
+                self.replayed += 1
+                yield self.model.version
+                if self.model.version == to_version:
+                    return
+        if to_version is not None and self.model.version != to_version:
+            first, last = self.snapshot.manifest.version, self.model.version
+            raise StorageError(f"version {to_version} is not covered: there are {first} to {last}")
+
+    def replay_to(self, version: int | None) -> None:
+        """Replay up to a version, or everything; see :meth:`replay`."""
+        for _ in self.replay(version):
+            pass
+
+    def versions_dropped(self) -> int:
+        """Count the versions behind the damage, as far as their records can be read."""
+        made_by = PUSHED if self.model.round is None else ROUND_CLOSED
+        return sum(record.kind == made_by for record in self._source.dropped())
+
+    def apply_settings(self) -> bool:
+        """Use the settings from now on; return whether they are new, so that a snapshot has to follow."""
+        old = self.model
+        wanted = model_from(self.snapshot.manifest, old.layout, old.theta, self._settings, self._clock)
+        if wanted.settings == old.settings:
+            return False
+        wanted.version = old.version
+        wanted.restore(old.export())
+        self.state.model = wanted
+        return True
+
+    def extend_changelog(self) -> None:
+        """Let the change log reach back before the snapshot, as far as the journal is kept: diffs stay sparse.
+
+        Segments are read newest first and only while there is room, so this takes no more memory than the log itself.
+        """
+        if not self.model.versions_are_pushes:
+            return
+        changelog, version = self.model.changelog, self.snapshot.manifest.version
+        for records in self._source.earlier_segments():
+            if changelog.covered_from != version or not changelog.room:
+                return
+            try:
+                newest = self._newest_changes(records, version, changelog.room)
+            except (StorageError, Rejected, ValueError, DecodeError):
+                return
+            changes = newest.all()
+            changelog.reach_back(changes)
+            if newest.covered_from:  # there was more than room
+                return
+            version -= len(changes)
+
+    def _newest_changes(self, records: Iterator[JournalRecord], version: int, room: int) -> ChangeLog:
+        """Return the changes of the last pushes of a segment, ending in ``version``, within ``room`` entries.
+
+        Raises ``ValueError`` if the versions do not follow one another.
+        """
+        newest = ChangeLog(self.model.span.length, room)
+        last: tuple[int, ChangedIndices] | None = None
+        for made, changed in chain(self._changes(records), [(version + 1, None)]):
+            if last is not None and last[0] == made - 1:
+                newest.append(*last)
+            elif last is not None and last[0] != made:  # else the push before was refused
+                raise ValueError(f"version {made} follows version {last[0]}")
+            last = made, changed
+        return newest
+
+    def _changes(self, journaled: Iterator[JournalRecord]) -> Iterator[tuple[int, ChangedIndices]]:
+        """Yield the version that each push was to make, and the indices that the push changed."""
+        for each in journaled:
+            if each.kind == PUSHED:
+                record, messages = read_record(each.kind, each.body)
+                assert isinstance(record, rec.Pushed)
+                if record.generation != self.snapshot.manifest.generation:
+                    raise ValueError(f"the push is of generation {record.generation}")
+                yield record.version, changed_by(read_update(messages, self.model.span))
+
+    def _apply(self, journaled: JournalRecord) -> None:
+        if journaled.kind not in KINDS:
+            path = self.snapshot.path.parents[1] / "journal"
+            raise OtherReleaseError(path, f"records of kind {journaled.kind}, unknown to this release", is_newer=True)
+        record, messages = read_record(journaled.kind, journaled.body)
+        if not isinstance(record, rec.Pushed):
+            self.state.apply(record)
+            return
+        update = on_device(read_update(messages, self.model.span), self._device)
         try:
-            with or_storage_error(directory):
-                source = RecoverySource(directory, files, kept, snapshot, Watermark())
-                past = Past(source, device, settings, clock)
-                past.replay_to(first.version if version is None else version)
-                past.apply_settings()
-        except StorageError as error:
-            log.debug("not from this snapshot", extra={"path": str(snapshot.path), "error": str(error)})
-            why = why or f". Tried first: {snapshot.path}: {error}"
-        else:
-            return past
-    manifests = [each.manifest for each in kept]
-    names = ", ".join(f"{each.version}" + (f" ({each.checkpoint})" if each.checkpoint else "") for each in manifests)
-    there = f"there are snapshots of version {names}" if kept else "there are no snapshots"
-    if version is None:
-        raise StorageError(f"{directory} has no whole snapshot of checkpoint {checkpoint!r}: {there}{why}")
-    raise StorageError(f"version {version} is not covered by what {directory} keeps: {there}{why}")
-
-
-def _shard_directories(data_dir: Path) -> list[Path]:
-    """Return the directories of all shards, in order; raises :class:`StorageError` unless there is one of each."""
-    found = sorted(data_dir.glob("shard-*-of-*"), key=lambda path: int(path.name.split("-")[1]))
-    if not found:
-        raise StorageError(f"{data_dir} holds no shard's directory; is it what a server was given as --data-dir?")
-    totals = {int(path.name.split("-")[3]) for path in found}
-    if len(totals) > 1:
-        raise StorageError(f"{data_dir} holds shards of runs with {sorted(totals)} shards; keep them apart")
-    (total,) = totals
-    missing = {*range(total)} - {int(path.name.split("-")[1]) for path in found}
-    if missing:
-        raise StorageError(f"{data_dir} lacks shard {min(missing)} of {total}; copy its directory here")
-    return found
-
-
-def replay_shards(data_dir: Path, version: int | None = None, checkpoint: str = "") -> list[Past]:
-    """Replay every shard as :func:`replay_to` does; raises :class:`StorageError`."""
-    shards: list[Past] = []
-    for directory in _shard_directories(data_dir):
-        shard = replay_to(directory, DISK, torch.device("cpu"), ShardSettings(), version, checkpoint)
-        runs = {each.state.run.run_id for each in (*shards, shard)} - {""}  # a new shard may not know it
-        if shards and (len(runs) > 1 or shard.model.layout.fingerprint != shards[0].model.layout.fingerprint):
-            raise StorageError(f"{directory} belongs to another run than {shards[0].snapshot.path.parents[1]}")
-        shards.append(shard)
-    return shards
-
-
-def state_of(shards: Sequence[Past], *, exact: bool) -> modelfile.StateDict:
-    """Join the shards of one model into a state dict; parameters in fp32 if ``exact``, else in their own dtypes."""
-    layout, buffers = shards[0].model.layout, shards[0].state.buffers
-    flat = torch.cat([shard.model.current() for shard in shards])
-    state = modelfile.assemble(layout, flat, buffers.state().values() if buffers else ())
-    if exact:
-        for i, spec in enumerate(layout.parameters):
-            state[spec.name] = flat[layout.offsets[i] : layout.offsets[i + 1]].reshape(spec.shape)
-    return state
-
-
-def write_model(data_dir: Path, out: Path, *, version: int | None, checkpoint: str) -> None:
-    """Write the model at a version or a checkpoint as a safetensors file (``StorageError``, ``ModelFileError``)."""
-    modelfile.check_path(out)
-    shards = replay_shards(data_dir, version, checkpoint)
-    with or_storage_error(data_dir):
-        state = state_of(shards, exact=False)
-    versions = [shard.model.version for shard in shards]
-    metadata = {"run_id": shards[0].state.run.run_id, "version": str(versions[0]), "format": "pt"}
-    try:
-        modelfile.write(out, state, metadata)
-    except OSError as error:
-        raise StorageError(f"cannot write {out}: {error.strerror or error}") from error
-    replayed = sum(shard.replayed for shard in shards)
-    print(f"{out}: version {', '.join(map(str, versions))}, {replayed} records replayed", file=sys.stderr)
+            self.state.apply(record, update)
+        except Rejected as error:  # as it was then: that follows from the state and the push alone
+            log.debug("a push that was refused is left out", extra={"version": record.version, "why": str(error)})

@@ -35,7 +35,7 @@ LastStep: TypeAlias = Callable[[], Answer]
 """What is left of a request whose messages are read and decoded: a job for the thread of the parameters."""
 
 StreamReader: TypeAlias = Generator[None, Any, Any]
-"""Ends with an :data:`Answer`, or a :data:`LastStep`. See :mod:`psservice.state.push_stream`."""
+"""Ends with an :data:`Answer`, or a :data:`LastStep`. See :mod:`psservice.state.stream_readers`."""
 
 Handler: TypeAlias = "Callable[[Call, Any], Answer] | Callable[[Call], StreamReader]"
 """Answers the request of a call, or returns a reader of its stream."""

@@ -1,8 +1,8 @@
 """The calls of workers: messages to calls of the shard and back, and nothing else.
 
 A handler runs in a thread of its lane, on messages that :func:`psservice.rpc.calls.check` has accepted. One that reads
-a stream is a generator (:mod:`psservice.state.push_stream`); until its first message it runs on the event loop and must
-not wait.
+a stream is a generator (:mod:`psservice.state.stream_readers`); until its first message it runs on the event loop and
+must not wait.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -44,8 +44,8 @@ from psservice.shard.pull import pull
 from psservice.shard.push import check_push, prepare_push
 from psservice.shard.shard import Shard
 from psservice.shard.upload import Upload
-from psservice.shard.waiting import is_over, wait_for_all
-from psservice.state.push_stream import Reading, header_of, read_push, require_end
+from psservice.shard.wait_for_all import is_over, wait_for_all
+from psservice.state.stream_readers import Reading, header_of, read_push, require_end
 from psservice.values import Identity, identity_from_message
 
 _MOST_NAMES = 1000  # of workers, in an answer

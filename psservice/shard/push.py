@@ -56,11 +56,9 @@ def _push(
 ) -> tuple[PushAnswer, bool]:
     """Decide, commit and count a push; on the apply thread."""
     identity = identity_from_message(header.identity)
-    member, known = shard.leases.require(identity), shard.state.pushes.find(identity)
-    if header.step == known.step and known.answer is not None:
-        return known.answer, True
-    if header.step < known.step:
-        raise Rejected(ErrorCode.STEP_OUT_OF_ORDER, f"step {header.step} comes after step {known.step} was applied")
+    member, first_answer = shard.leases.require(identity), shard.state.pushes.answered(identity, header.step)
+    if first_answer is not None:
+        return first_answer, True
     record = _decide(shard, member, header, finished)
     answer = shard.commit(record, update, messages)
     assert answer is not None

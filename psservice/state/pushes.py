@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from pscore.wire.errors import ErrorCode, Rejected
 from psservice.values import Identity, PushAnswer
 
 _SMOOTHING = 0.1
@@ -73,6 +74,16 @@ class Pushes:
     def find(self, identity: Identity) -> PushRecord:
         """Return an incarnation's record; one without a push if there is none."""
         return self._records.get(identity) or PushRecord()
+
+    def answered(self, identity: Identity, step: int) -> PushAnswer | None:
+        """Return the first answer to a push that was applied; ``None`` for a new push.
+
+        Raises :class:`Rejected` (``STEP_OUT_OF_ORDER``) if a later push was applied.
+        """
+        record = self.find(identity)
+        if step < record.step:
+            raise Rejected(ErrorCode.STEP_OUT_OF_ORDER, f"step {step} comes after step {record.step} was applied")
+        return record.answer if step == record.step else None
 
     def last(self, worker_id: str) -> tuple[str, int] | None:
         """Return (incarnation, step) of the last push that was applied under a worker's name."""

@@ -15,7 +15,7 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.messages import share_as
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.data_leases.dataset import Share
-from psservice.state.push_stream import read_all, read_push
+from psservice.state.stream_readers import read_all, read_push
 from psservice.state.v1 import journal_pb2 as rec
 from psservice.storage.journal_format import EMPTY, Body
 from psservice.values import Identity

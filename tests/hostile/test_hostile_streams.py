@@ -15,7 +15,7 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.rpc.workers import read_upload
 from psservice.shard.upload import Upload
-from psservice.state.push_stream import plan_of, read_all, read_push
+from psservice.state.stream_readers import plan_of, read_all, read_push
 from psservice.values import Identity
 from tests.hostile.mutation import mutate_bytes
 

@@ -20,7 +20,7 @@ from psservice.rpc.calls import Call, check
 from psservice.rpc.charges import decoded_bytes, largest_stream, received_bytes
 from psservice.rpc.workers import read_upload
 from psservice.shard.upload import Upload
-from psservice.state.push_stream import read_all, read_push
+from psservice.state.stream_readers import read_all, read_push
 from psservice.values import Identity
 from tests.psservice.service_makers import F32, layout_of
 

@@ -6,7 +6,7 @@ from itertools import permutations
 
 import pytest
 
-from psservice.durability.replay import replay_to
+from psservice.durability.earlier_models import replay_to
 from psservice.settings import ShardSettings
 from psservice.storage.files import DISK, Place, StorageError
 from tests.psservice.durability.test_recovery import Shard, begin, send, theta

@@ -9,7 +9,7 @@ import torch
 
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import Rejected
-from psservice.durability.past import Past
+from psservice.durability.replay import Past
 from psservice.settings import ShardSettings
 from psservice.storage import files, lock_file, recovery_source, snapshots
 from psservice.storage.files import DISK, StorageError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from psservice.durability.replay import write_model
+from psservice.durability.earlier_models import write_model
 from psservice.state.records import KINDS, body_of
 from psservice.storage.files import StorageError
 from psservice.storage.formats import OtherReleaseError

@@ -21,8 +21,8 @@ from psservice.shard.buffers_and_samples import exchange_buffers
 from psservice.shard.join import leave
 from psservice.shard.lifecycle import finish, open_shard
 from psservice.shard.push import prepare_push
-from psservice.state.push_stream import read_all, read_push
 from psservice.state.run import RunState
+from psservice.state.stream_readers import read_all, read_push
 from psservice.storage.files import DISK, StorageError
 from psservice.storage.journal import segment_numbers, segment_path
 from psservice.storage.journal_format import DamagedError

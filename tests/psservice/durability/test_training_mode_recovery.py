@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import Rejected
-from psservice.durability.replay import replay_shards
+from psservice.durability.earlier_models import replay_shards
 from psservice.shard.join import leave
 from psservice.shard.rollback import roll_back
 from tests.psservice.durability.test_recovery import LAYOUT, START, Shard, after_a_crash, send, values

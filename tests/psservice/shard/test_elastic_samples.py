@@ -13,7 +13,7 @@ from psservice.shard.join import leave
 from psservice.shard.lifecycle import finish as finish_run
 from psservice.shard.push import prepare_push
 from psservice.shard.rollback import roll_back
-from psservice.state.push_stream import read_all, read_push
+from psservice.state.stream_readers import read_all, read_push
 from psservice.values import Identity
 from tests.psservice.durability.test_recovery import Shard, after_a_crash, begin, stream
 from tests.psservice.service_makers import F32, layout_of

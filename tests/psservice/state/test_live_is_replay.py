@@ -28,9 +28,9 @@ from psservice.shard.join import hear_of_shards, leave
 from psservice.shard.lifecycle import end_leases, finish, open_shard
 from psservice.shard.push import check_push, prepare_push
 from psservice.shard.rollback import roll_back
-from psservice.shard.waiting import wait_for_all
-from psservice.state.push_stream import read_all, read_push
+from psservice.shard.wait_for_all import wait_for_all
 from psservice.state.records import KINDS, kind_of
+from psservice.state.stream_readers import read_all, read_push
 from psservice.state.v1 import journal_pb2 as rec
 from psservice.storage.environment import Environment
 from psservice.values import Identity
