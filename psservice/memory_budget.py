@@ -6,9 +6,10 @@ for all calls that send it. It still counts while no call sends it, as long as i
 the same, and is dropped if an answer has no room beside it. A dense reply and a download are not charged: they read the
 model while they are sent, and what pushes overwrite meanwhile is kept and counts (:mod:`psservice.model.copies`).
 
-What is received may have two thirds of the limit, and answers, with what is kept for them, a third. So clients that
-read slowly keep no push out. A worker's calls may have a half. While what is kept exceeds the answers' share, no
-answer begins; it may grow by one model meanwhile, because pushes keep a value for the newest copies only.
+The sums that WAGMA keeps for late workers may have three quarters of the limit (:meth:`MemoryBudget.has_room`). Of what
+they leave, calls that receive may have two thirds, and answers, with what is kept for them, a third. So clients that
+read slowly keep no push out. A worker's calls may have a half of that. While what is kept for answers exceeds their
+share, no answer begins; it may grow by one model meanwhile, because pushes keep a value for the newest copies only.
 
 Beyond a limit a call is refused, and its bytes are released; nothing here waits. The oldest call that receives and the
 oldest that answers are exempt, and so is the oldest of a worker.
@@ -17,13 +18,15 @@ oldest that answers are exempt, and so is the oldest of a worker.
 import math
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from pscore.wire.errors import ErrorCode, Rejected
 
 _LEAST_LIMIT_BYTES, _LIMIT_ELEMENT_BYTES = 3 << 30, 96  # of all calls, as --memory-bytes has it
 
+_OF = " of --memory-bytes"
 _RETRY_SECONDS = 0.5
 
 
@@ -44,15 +47,17 @@ class Occupies(Protocol):
 
 
 class Kept(NamedTuple):
-    """What a model keeps beside its values.
+    """Bytes of what a model keeps beside its values.
 
     Attributes:
-        copies: have the values that were overwritten while answers, or a snapshot, read the model.
-        replies: are there for the next call that asks for the same; calls may be sending them too.
+        copies: values that were overwritten while answers, or a snapshot, read the model.
+        replies: those that are there for the next call that asks for the same, by ``id``; calls may send them too.
+        sums: of WAGMA's rounds, for late workers.
     """
 
-    copies: Sequence[Occupies] = ()
-    replies: Sequence[Occupies] = ()
+    copies: int = 0
+    replies: Mapping[int, int] = MappingProxyType({})
+    sums: int = 0
 
 
 class MemoryBudget:
@@ -81,22 +86,34 @@ class MemoryBudget:
     @property
     def in_flight(self) -> int:
         """Bytes that calls occupy, with the copies that are kept for them."""
-        return self.received + self.answers(self.kept()._replace(replies=()))
+        return self.received + self.answers(self.kept()._replace(replies={}))
 
     @property
     def total(self) -> int:
         """All bytes of the account."""
-        return self.received + self.answers(self.kept())
+        kept = self.kept()
+        return self.received + self.answers(kept) + kept.sums
 
     def answers(self, kept: Kept) -> int:
         """Return the bytes of calls that answer, and of what is kept for them."""
         with self.lock:
-            replies = {id(each): each for each in (*self.shared, *kept.replies)}
-            return self.answered + _bytes_of([*replies.values(), *kept.copies])
+            replies = {**kept.replies, **{id(each): each.nbytes for each in [*self.shared]}}
+            return self.answered + kept.copies + sum(replies.values())
+
+    def room(self, kept: Kept) -> int:
+        """Return the bytes that calls may occupy beside what is kept for workers; a quarter is always theirs."""
+        return max(self.most - kept.sums, self.most // 4)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Tell whether so many bytes more may be kept for workers."""
+        kept = self.kept()
+        with self.lock:
+            total = self.received + self.answers(kept) + kept.sums
+            return total + nbytes <= self.most and kept.sums + nbytes <= self.most - self.most // 4
 
     def exceeds(self, nbytes: int, kept: Kept) -> bool:
         """Tell whether answers would have more than their share with so many bytes more."""
-        return self.answers(kept) + nbytes > self.most // 3
+        return self.answers(kept) + nbytes > self.room(kept) // 3
 
     def receive(self, largest: float = math.inf) -> "Reservation":
         """Return the reservation of a new call that receives up to ``largest`` bytes, a context."""
@@ -166,12 +183,12 @@ class Reservation:
 
     def add(self, nbytes: int) -> None:
         """Charge more bytes; raises ``BAD_REQUEST`` beyond any valid stream, ``BUSY`` beyond the other limits."""
-        budget, kept = self._budget, Kept()
-        if self._answers:
+        budget = self._budget
+        kept = budget.kept()
+        if self._answers and kept.replies and budget.exceeds(nbytes, kept):
+            budget.forget()
             kept = budget.kept()
-            if kept.replies and budget.exceeds(nbytes, kept):
-                budget.forget()
-                kept = budget.kept()
+        room = budget.room(kept)
         with budget.lock:
             mine = self.bytes + nbytes
             if mine > self._largest:
@@ -182,15 +199,13 @@ class Reservation:
                 )
             if len(self._of_worker) > 1 and next(iter(self._of_worker)) is not self:
                 held = sum([call.occupied for call in self._of_worker])
-                if held + nbytes > budget.most // 2:
-                    raise _busy(f"calls of worker {self._worker!r} hold {held} bytes, half of --memory-bytes is theirs")
+                if held + nbytes > room // 2:
+                    raise _busy(f"calls of worker {self._worker!r} hold {held} bytes, {room // 2} are theirs{_OF}")
             if next(iter(self._calls)) is not self:
                 if self._answers and budget.exceeds(nbytes, kept):
-                    raise _busy(f"answers hold {budget.answers(kept)} bytes, a third of --memory-bytes is theirs")
-                if not self._answers and budget.received + nbytes > budget.most - budget.most // 3:
-                    raise _busy(
-                        f"pushes and uploads hold {budget.received} bytes, two thirds of --memory-bytes are theirs"
-                    )
+                    raise _busy(f"answers hold {budget.answers(kept)} bytes, {room // 3} are theirs{_OF}")
+                if not self._answers and budget.received + nbytes > (most := room - room // 3):
+                    raise _busy(f"pushes and uploads hold {budget.received} bytes, {most} are theirs{_OF}")
             self._charge(nbytes)
 
     def _charge(self, nbytes: int) -> None:
@@ -199,10 +214,6 @@ class Reservation:
             self._budget.answered += nbytes
         else:
             self._budget.received += nbytes
-
-
-def _bytes_of(kept: Sequence[Occupies]) -> int:
-    return sum([each.nbytes for each in kept])
 
 
 def _busy(why: str) -> Rejected:

@@ -151,7 +151,7 @@ class ModelShard:
 
     def kept(self) -> Kept:
         """Return what is kept beside the parameters; from any thread."""
-        return Kept([self.copies], self.replies.messages)
+        return Kept(self.copies.nbytes, self.replies.occupied())
 
     def forget_replies(self) -> None:
         """Drop the replies that callers share; from any thread."""

@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, cast
 
@@ -62,11 +62,11 @@ class SharedResults:
                 self._make_room()
             return cast("Made", slot.result)
 
-    @property
-    def messages(self) -> Sequence[Occupies]:
-        """What occupies memory as long as the results are kept."""
+    def occupied(self) -> dict[int, int]:
+        """Return the bytes of each result's messages, by their ``id``; whoever has that keeps none of them alive."""
         with self._lock:
-            return [slot.result.messages for slot in self._slots.values() if slot.result is not None]
+            kept = [slot.result.messages for slot in self._slots.values() if slot.result is not None]
+            return {id(each): each.nbytes for each in kept}
 
     def clear(self) -> None:
         """Drop all results: the model has changed, or there is no room for them."""

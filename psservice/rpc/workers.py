@@ -378,7 +378,7 @@ class WorkerCalls:
 
     def _most_in_flight(self) -> int:
         self._limits()
-        return self._memory.most
+        return self._memory.room(self._memory.kept())
 
     def _sent(self, rpc: str, member: Member | None, nbytes: int) -> None:
         self._metrics.count(rpc, sent_bytes=nbytes)

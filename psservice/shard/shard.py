@@ -195,7 +195,9 @@ class Shard:
         """Replace the state; while nothing is served, or the apply thread is held."""
         self.state = state
         assert state.model is not None
-        self.synchronizer = synchronizer_for(state.model, self.leases, self.commit, self.apply_thread, self.metrics)
+        self.synchronizer = synchronizer_for(
+            state.model, self.leases, self.commit, self.apply_thread, self.metrics, self.memory.has_room
+        )
         self.metrics.version = state.model.version
 
     def restart(self, state: ShardState) -> None:

@@ -13,12 +13,14 @@ from psservice.awaiting import NotYetError
 from psservice.membership.leases import Leases, Member
 from psservice.model.parameters import ModelShard
 from psservice.model.synchronous_rounds import SynchronousRound
+from psservice.model.wagma.group_rounds import Frozen
 from psservice.model.wagma.replicas import GroupedShard, Replica
 from psservice.observability.metrics import Metrics
 from psservice.state.records import Record, worker_of
 from psservice.state.v1 import journal_pb2 as rec
 from psservice.values import Identity
 
+_NO_ROOM_SECONDS = 0.5  # after which it is asked again whether there is room for the sums of a round that is due
 _MOST_STEP_AHEAD = 1 << 32
 """Iterations that one push of WAGMA may be ahead of the newest: newcomers begin behind it."""
 
@@ -104,9 +106,17 @@ class RoundSynchronizer(Synchronizer):
 
 @dataclass(frozen=True)
 class WagmaSynchronizer(Synchronizer):
-    """WAGMA-SGD: a model a worker, averaged in groups; workers enter at their first push or pull."""
+    """WAGMA-SGD: a model a worker, averaged in groups; workers enter at their first push or pull.
+
+    A round freezes without some members only if there is room for the sums that are kept for these. Else it waits for
+    them, as a global round does.
+
+    Attributes:
+        has_room: tells whether so many bytes more may be kept.
+    """
 
     model: GroupedShard
+    has_room: Callable[[int], bool]
 
     def require_turn(self, identity: Identity) -> None:
         """Refuse a push while its worker's round is open."""
@@ -125,7 +135,7 @@ class WagmaSynchronizer(Synchronizer):
 
     def close_if_due(self) -> None:
         """Freeze the rounds that are due."""
-        while (frozen := self.model.rounds.due()) is not None:
+        while (frozen := self.model.rounds.due(self._fits)) is not None:
             self.metrics.round_contributors.observe(len(frozen.fresh))
             self._decide(rec.GroupDecided.KIND_FREEZE, frozen.fresh[0], iteration=frozen.iteration)
 
@@ -143,6 +153,10 @@ class WagmaSynchronizer(Synchronizer):
             replica.unsynced = 0
         return replica.model, base_version
 
+    def _fits(self, frozen: Frozen) -> bool:
+        nbytes = self.model.bytes_to_freeze(frozen)
+        return not nbytes or self.has_room(nbytes)
+
     def _enter(self, identity: Identity) -> None:
         """Remove dead workers, enter this one, and raise :class:`Rejected` (``ROUND_OPEN``) if its round is open."""
         model, live = self.model, self.leases.identities()
@@ -154,12 +168,14 @@ class WagmaSynchronizer(Synchronizer):
         self.close_if_due()
         waiting = model.rounds.waits(identity.worker_id)
         if waiting is not None:
+            lacks_room = model.rounds.is_due(waiting)  # or it would be frozen
             raise NotYetError(
                 ErrorCode.ROUND_OPEN,
                 f"iteration {waiting.iteration} waits for {len(waiting.members) - len(waiting.fresh)} of "
-                f"{len(waiting.members)} workers",
+                f"{len(waiting.members)} workers"
+                + (", because --memory-bytes has no room for the sums that late workers need" if lacks_room else ""),
                 lambda: model.rounds.waits(identity.worker_id) is not waiting or self.leases.identities() != live,
-                again_seconds=model.rounds.seconds_left(waiting),
+                again_seconds=_NO_ROOM_SECONDS if lacks_room else model.rounds.seconds_left(waiting),
             )
 
     def _decide(
@@ -174,11 +190,12 @@ def synchronizer_for(
     commit: Callable[[Record], object],
     apply_thread: ApplyThread,
     metrics: Metrics,
+    has_room: Callable[[int], bool],
 ) -> Synchronizer | None:
     """Return the synchronizer that a model needs; ``None`` if every push is applied as it comes."""
     parts = (leases, commit, apply_thread, metrics)
     if isinstance(model, GroupedShard):
-        return WagmaSynchronizer(model, *parts)
+        return WagmaSynchronizer(model, *parts, has_room)
     if model.round is not None:
         return RoundSynchronizer(model, *parts, model.round)
     return None

@@ -112,7 +112,7 @@ def test_the_oldest_gets_through_although_it_needs_more_than_the_total():
 
 
 class Made:
-    """What calls send, or what is kept for them."""
+    """What calls send."""
 
     def __init__(self, nbytes=60):
         self.nbytes = nbytes
@@ -135,7 +135,7 @@ def test_what_several_calls_send_counts_once_until_the_last_of_them_ends():
 
 def test_what_is_kept_for_the_next_call_counts_once_and_gives_way_to_answers():
     replies = [Made(50), Made(30)]
-    budget = MemoryBudget(300, lambda: Kept(replies=replies), replies.clear)
+    budget = MemoryBudget(300, lambda: Kept(replies={id(each): each.nbytes for each in replies}), replies.clear)
     with budget.answer() as first, budget.answer() as second:
         first.share(replies[0])
         assert (budget.total, budget.in_flight) == (80, 50)
@@ -148,14 +148,31 @@ def test_what_is_kept_for_the_next_call_counts_once_and_gives_way_to_answers():
     assert budget.total == 0
 
 
+def test_sums_have_three_quarters_and_calls_the_rest():
+    sums = 0
+    budget = MemoryBudget(400, lambda: Kept(sums=sums))
+    with budget.receive() as oldest, budget.receive() as push:
+        oldest.add(0)
+        assert budget.has_room(300)
+        assert not budget.has_room(301)
+        push.add(101)
+        assert not budget.has_room(300), "calls have the room"
+        sums = 250
+        assert budget.total == 351
+        push.clear()
+        push.add(100)  # two thirds of 150
+        with pytest.raises(Rejected, match="100 are theirs of --memory-bytes"):
+            push.add(1)
+
+
 def test_answers_keep_nothing_out_that_is_received_and_the_other_way_round():
-    kept = Made(0)
-    budget = MemoryBudget(300, lambda: Kept([kept]))
+    kept = 0
+    budget = MemoryBudget(300, lambda: Kept(kept))
     with budget.receive() as oldest, budget.receive() as push, budget.answer() as slow, budget.answer() as pull:
         oldest.add(0)
         push.add(200)
         pull.add(100)
-        kept.nbytes = 1
+        kept = 1
         with pytest.raises(Rejected, match="answers hold 101 bytes"):
             pull.add(0)
         slow.add(1)

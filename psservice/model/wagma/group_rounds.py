@@ -105,9 +105,10 @@ class GroupRounds:
             _SHORTEST_WINDOW_SECONDS, self._times.grace_seconds(waiting.members) - (self._clock() - waiting.since)
         )
 
-    def due(self) -> Frozen | None:
-        """Return a round that is to freeze now; ``None`` if there is none."""
-        return next((self._frozen(each) for each in self._open if self._is_due(each)), None)
+    def due(self, fits: Callable[[Frozen], bool] = lambda frozen: True) -> Frozen | None:
+        """Return a round that is to freeze now, and that ``fits``; ``None`` if there is none."""
+        frozen = [self._frozen(each) for each in self._open if self.is_due(each)]
+        return next(filter(fits, frozen), None)
 
     def freeze(self, iteration: int, worker: str) -> Frozen:
         """Close the open round of an iteration in which a worker has arrived; raises ``ValueError``."""
@@ -147,7 +148,8 @@ class GroupRounds:
         absent = tuple(worker for worker in others if worker not in stale)
         return Frozen(t, tuple(sorted(freezing.fresh)), stale, absent)
 
-    def _is_due(self, each: OpenRound) -> bool:
+    def is_due(self, each: OpenRound) -> bool:
+        """Tell whether a round is to freeze now."""
         if not each.fresh:
             return False
         if each.members == each.fresh:

@@ -111,8 +111,16 @@ class GroupedShard(ModelShard):
 
     def kept(self) -> Kept:
         """Return what is kept beside the parameters, of every worker's model; from any thread."""
-        replies = [each for replica in [*self.replicas.values()] for each in replica.model.replies.messages]
-        return Kept([self.copies], replies)
+        replicas = [*self.replicas.values()]
+        replies = {name: size for replica in replicas for name, size in replica.model.replies.occupied().items()}
+        sums = {id(others.total): others.total.nbytes for each in replicas for others in [*each.late_for.values()]}
+        return Kept(self.copies.nbytes, replies, sum(sums.values()))
+
+    def bytes_to_freeze(self, frozen: Frozen) -> int:
+        """Return the bytes of the sums that are kept from a round's freeze on."""
+        own = len(frozen.stale) if self._replaces else 0
+        common = bool(frozen.absent or (frozen.stale and not self._replaces))
+        return (own + common) * self.theta.nbytes
 
     def forget_replies(self) -> None:
         """Drop the replies that callers share; from any thread."""

@@ -135,6 +135,33 @@ def test_both_get_the_mean_when_both_are_there(site):
     assert site.shards[0].model.version == 16
 
 
+@pytest.mark.parametrize("late", ["replace", "paper"])
+def test_the_sum_for_a_late_worker_counts_until_its_push(late):
+    with open_shards() as (shard,):
+        site = Site(shard, late=late)
+        shard.memory.forget()
+        before = shard.memory.total
+        site.push(ANNA, 1)  # no time is known yet, so nobody is waited for
+        site.pull(ANNA)
+        shard.memory.forget()
+        assert shard.memory.total == before + 4 * LAYOUT.size
+        site.push(BERT, 2)
+        assert shard.memory.total == before
+
+
+def test_without_room_for_a_sum_a_round_waits_for_its_members_and_says_why():
+    with open_shards(memory_bytes=4 * LAYOUT.size) as (shard,):
+        site = Site(shard)
+        site.push(ANNA, 1)
+        with pytest.raises(Rejected, match="--memory-bytes") as refused:
+            site.pull(ANNA)
+        assert refused.value.reason is ErrorCode.ROUND_OPEN
+        site.push(BERT, 2)
+        for who in (ANNA, BERT):
+            site.pull(who)
+        assert bits(own(site, ANNA)) == bits(own(site, BERT))
+
+
 def test_the_first_is_told_to_come_back_until_the_grace_is_over(site):
     steady(site, (ANNA, BERT), 8)
     site.clock.now += 1.0

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -228,6 +229,15 @@ def test_the_rule_for_the_late_through_real_calls(late, expected):
         assert b.step() == pytest.approx(expected)
         [model] = psclient.download(server.server).values()
         torch.testing.assert_close(model, torch.full((5,), (7 + expected) / 2))
+
+
+def test_without_room_for_a_sum_the_first_waits_for_the_late():
+    with LocalServer(memory_bytes=1) as server, ThreadPoolExecutor(1) as pool:
+        a, b = (Constant(server, name, gradient) for name, gradient in (("a", 2), ("b", 4)))
+        first = pool.submit(a.step)
+        with pytest.raises(TimeoutError):
+            first.result(1.0)
+        assert b.step() == first.result(60) == 8 - (2 + 4) / 2
 
 
 def test_a_newcomer_begins_with_the_mean_and_takes_part():
