@@ -6,10 +6,12 @@ for all calls that send it. It still counts while no call sends it, as long as i
 the same, and is dropped if an answer has no room beside it. A dense reply and a download are not charged: they read the
 model while they are sent, and what pushes overwrite meanwhile is kept and counts (:mod:`psservice.model.copies`).
 
-The sums that WAGMA keeps for late workers may have three quarters of the limit (:meth:`MemoryBudget.has_room`). Of what
-they leave, calls that receive may have two thirds, and answers, with what is kept for them, a third. So clients that
-read slowly keep no push out. A worker's calls may have a half of that. While what is kept for answers exceeds their
-share, no answer begins; it may grow by one model meanwhile, because pushes keep a value for the newest copies only.
+The images of workers' replicas, which top-k replies need, may have half of the limit, and with them the sums that WAGMA
+keeps for late workers three quarters. Without room for an image a reply is exact; without room for a sum a round waits.
+Of what images and sums leave, calls that receive may have two thirds, and answers, with what is kept for them, a third.
+So clients that read slowly keep no push out. A worker's calls may have a half of that. While what is kept for answers
+exceeds their share, no answer begins; it may grow by one model meanwhile, because pushes keep a value for the newest
+copies only.
 
 Beyond a limit a call is refused, and its bytes are released; nothing here waits. The oldest call that receives and the
 oldest that answers are exempt, and so is the oldest of a worker.
@@ -18,22 +20,23 @@ oldest that answers are exempt, and so is the oldest of a worker.
 import math
 import random
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from pscore.wire.errors import ErrorCode, Rejected
 
-_LEAST_LIMIT_BYTES, _LIMIT_ELEMENT_BYTES = 3 << 30, 96  # of all calls, as --memory-bytes has it
+_LEAST_LIMIT_BYTES, _LIMIT_ELEMENT_BYTES = 7 << 30, 144  # of all, as --memory-bytes has it
 
 _OF = " of --memory-bytes"
 _RETRY_SECONDS = 0.5
 
 
 def default_limit(elements: int) -> int:
-    """Return the limit if ``--memory-bytes`` names none: 24 times the bytes of the shard in fp32.
+    """Return the limit if ``--memory-bytes`` names none: 36 times the bytes of the shard in fp32.
 
-    That is one push of every element and small ones beside it, and sparse replies of a third.
+    That is images of 17 workers, and beside them one push of every element and small ones, and sparse replies.
     """
     return max(_LEAST_LIMIT_BYTES, _LIMIT_ELEMENT_BYTES * elements)
 
@@ -44,6 +47,9 @@ class Occupies(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes that it occupies."""
+
+
+Image = TypeVar("Image")
 
 
 class Kept(NamedTuple):
@@ -71,13 +77,14 @@ class MemoryBudget:
     Attributes:
         received: charged to calls that receive.
         answered: charged to calls that answer, beside what they share.
+        images: bytes of the images of replicas, with the replies that are kept beside them.
         shared: what calls send, by the number of calls that do.
     """
 
     def __init__(self, most: int, kept: Callable[[], Kept] = Kept, forget: Callable[[], None] = lambda: None) -> None:
         self.most, self.kept, self.forget = most, kept, forget
-        self.lock = threading.RLock()  # garbage collection may end a call under the lock
-        self.received = self.answered = 0
+        self.lock = threading.RLock()  # garbage collection may free an image under the lock
+        self.received = self.answered = self.images = 0
         self.shared: dict[Occupies, int] = {}
         self.receiving: dict[Reservation, None] = {}
         self.answering: dict[Reservation, None] = {}
@@ -91,8 +98,7 @@ class MemoryBudget:
     @property
     def total(self) -> int:
         """All bytes of the account."""
-        kept = self.kept()
-        return self.received + self.answers(kept) + kept.sums
+        return self._total(self.kept())
 
     def answers(self, kept: Kept) -> int:
         """Return the bytes of calls that answer, and of what is kept for them."""
@@ -102,14 +108,49 @@ class MemoryBudget:
 
     def room(self, kept: Kept) -> int:
         """Return the bytes that calls may occupy beside what is kept for workers; a quarter is always theirs."""
-        return max(self.most - kept.sums, self.most // 4)
+        return max(self.most - self.images - kept.sums, self.most // 4)
 
     def has_room(self, nbytes: int) -> bool:
-        """Tell whether so many bytes more may be kept for workers."""
+        """Tell whether so many bytes more of sums may be kept."""
+        return self._has_room(nbytes, self.kept(), self.most - self.most // 4)
+
+    def make_image(self, nbytes: int, make: Callable[[], Image]) -> Image | None:
+        """Make an image, which counts until its last reference is gone; ``None`` if there is no room."""
+        if not self._count_image(nbytes):
+            return None
+        try:
+            image = make()
+        except BaseException:
+            self._free_image(nbytes)
+            raise
+        weakref.finalize(image, self._free_image, nbytes)
+        return image
+
+    def extend_image(self, image: object, nbytes: int) -> bool:
+        """Count more bytes for an image, if there is room; tell whether there is."""
+        if not self._count_image(nbytes):
+            return False
+        weakref.finalize(image, self._free_image, nbytes)
+        return True
+
+    def _count_image(self, nbytes: int) -> bool:
         kept = self.kept()
         with self.lock:
-            total = self.received + self.answers(kept) + kept.sums
-            return total + nbytes <= self.most and kept.sums + nbytes <= self.most - self.most // 4
+            fits = self._has_room(nbytes, kept, self.most // 2)
+            self.images += nbytes * fits
+        return fits
+
+    def _free_image(self, nbytes: int) -> None:
+        with self.lock:
+            self.images -= nbytes
+
+    def _total(self, kept: Kept) -> int:
+        with self.lock:
+            return self.received + self.answers(kept) + self.images + kept.sums
+
+    def _has_room(self, nbytes: int, kept: Kept, most: int) -> bool:
+        """Tell whether all fits, and images and sums into ``most``."""
+        return self._total(kept) + nbytes <= self.most and self.images + kept.sums + nbytes <= most
 
     def exceeds(self, nbytes: int, kept: Kept) -> bool:
         """Tell whether answers would have more than their share with so many bytes more."""

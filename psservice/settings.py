@@ -126,11 +126,10 @@ class ServerSettings(LayeredSettings):
     )
     ledger_multiple: float = setting(1.0, "entries of the change log, as a multiple of the shard's elements", gt=0)
     apply_queue_limit: int = setting(256, "pushes and pulls at work or waiting; pushes beyond are refused, BUSY", ge=1)
-    image_bytes: int = setting(4 << 30, "memory of replicas' images (top-k replies); replies are exact beyond", ge=0)
     memory_bytes: int = setting(
         0,
-        "memory of pushes and uploads (two thirds) and of answers (a third), BUSY beyond; half may be one worker's; "
-        "0: 96 an element, 3 GiB at least",
+        "memory of replicas' images (up to a half; replies are exact beyond), and of pushes, uploads and answers (BUSY "
+        "beyond); 0: 144 an element, 7 GiB at least",
         ge=0,
     )
     stream_idle_seconds: float = setting(60.0, "cancel a call whose client does not send or read for so long", gt=0)

@@ -229,10 +229,8 @@ class Metrics:
         self.memory_bytes = gauge(
             "psservice_memory_bytes", "Memory that grows with calls and workers, which --memory-bytes limits, bytes"
         )
+        self.memory_bytes_limit = gauge("psservice_memory_bytes_limit", "The limit of that, bytes")
         self.image_bytes = gauge("psservice_image_bytes", "Memory of the images of workers' replicas, bytes")
-        self.image_bytes_limit = gauge(
-            "psservice_image_bytes_limit", "Memory that images may occupy before replies are exact, bytes"
-        )
         self.lost_versions = ReadMetric(
             labelled(
                 GaugeMetricFamily,

@@ -198,7 +198,7 @@ class ReplyMaker:
                 return model.rounded(copy.read(model.span))
 
             session.room = self._topk_entries()
-            image = self.topk.images.make(4 * size + _PENDING_ENTRY_BYTES * session.room, rounded)
+            image = self.topk.memory.make_image(4 * size + _PENDING_ENTRY_BYTES * session.room, rounded)
         reply = self._reply(ReplyMode.EXACT, shared.version, shared.entries, shared.messages, image=image is not None)
         if image is not None:
             session.pending = _Proposal(reply.number, image)
@@ -234,7 +234,7 @@ class ReplyMaker:
         session.selection = DifferenceSelection(self.topk)
         more = self._topk_entries() - session.room
         if more > 0:
-            if not self.topk.images.extend(image, _PENDING_ENTRY_BYTES * more):
+            if not self.topk.memory.extend_image(image, _PENDING_ENTRY_BYTES * more):
                 return False
             session.room += more
         return True
@@ -278,7 +278,7 @@ class ReplyMaker:
             if offsets.numel():
                 slices.append(SparseSlice(part.span, offsets, values[offsets]))
         count = sum(each.entries for each in slices)
-        if not self.topk.images.extend(image, _KEPT_ENTRY_BYTES * count):
+        if not self.topk.memory.extend_image(image, _KEPT_ENTRY_BYTES * count):
             return None
         shared = exact.sparse(copy.position, copy.version, slices, self.form)
         return _Pending(

@@ -12,8 +12,6 @@ change the parameters meanwhile, and a selection reads each element more than on
 
 import math
 import sys
-import threading
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -34,6 +32,7 @@ from pscore.wire.codecs.values import VALUE_FORMATS
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.frames import WireForm
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.memory_budget import MemoryBudget
 from psservice.model.changelog import ChangeLog, most_changed, union
 from psservice.model.parameters import ModelShard
 from psservice.replies import reply_loops
@@ -56,44 +55,6 @@ class SelectedEntries(NamedTuple):
     values: torch.Tensor
 
 
-class ImageBudget:
-    """Bytes that images may occupy together, on the device of the parameters; 0 for no image. Thread-safe."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.bytes = 0
-        self._lock = threading.RLock()  # garbage collection may free an image's room under the lock
-
-    def make(self, nbytes: int, make: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-        """Make an image, whose room is free again with its last reference; ``None`` if there is no room."""
-        if not self._take(nbytes):
-            return None
-        try:
-            image = make()
-        except BaseException:
-            self._free(nbytes)
-            raise
-        weakref.finalize(image, self._free, nbytes)
-        return image
-
-    def extend(self, image: torch.Tensor, nbytes: int) -> bool:
-        """Count more bytes for an image, if there is room; tell whether there is."""
-        if not self._take(nbytes):
-            return False
-        weakref.finalize(image, self._free, nbytes)
-        return True
-
-    def _take(self, nbytes: int) -> bool:
-        with self._lock:
-            has_room = self.bytes + nbytes <= self.most
-            self.bytes += nbytes * has_room
-        return has_room
-
-    def _free(self, nbytes: int) -> None:
-        with self._lock:
-            self.bytes -= nbytes
-
-
 @dataclass(frozen=True, slots=True)
 class TopKSettings:
     """How a top-k reply is made and travels.
@@ -103,7 +64,7 @@ class TopKSettings:
         dense_below: tensors with fewer elements are sent whole, within :meth:`.ModelLayout.whole_below`.
         value: value codec, by its number in the proto.
         chunk_bytes: largest payload of a chunk.
-        images: if no room is left, no further worker is answered so.
+        memory: if it has no room for an image, no further worker is answered so.
         is_asked: whether the worker has named density and codec: it counts bytes.
     """
 
@@ -112,7 +73,7 @@ class TopKSettings:
     selector: SelectFunction | None
     value: int = pb.VALUE_CODEC_FP32
     chunk_bytes: int = 1 << 20
-    images: ImageBudget = field(default_factory=lambda: ImageBudget(sys.maxsize))
+    memory: MemoryBudget = field(default_factory=lambda: MemoryBudget(sys.maxsize))
     is_asked: bool = False
 
     def asked(self, density: float, value: int) -> "TopKSettings":

@@ -122,11 +122,10 @@ def bind_metrics(shard: Shard) -> None:
         (metrics.max_staleness, settings.max_staleness),
         (metrics.queue_limit, settings.apply_queue_limit),
         (metrics.call_limit, settings.rpc_threads),
-        (metrics.image_bytes_limit, settings.image_bytes),
         (metrics.snapshot_interval_seconds, shard.durability.snapshot_interval_seconds),
     ):
         gauge.set(value)
-    metrics.image_bytes.set_function(lambda: shard.topk.images.bytes)
+    metrics.image_bytes.set_function(lambda: shard.memory.images)
     metrics.live_workers.set_function(lambda: len(shard.leases))
     metrics.clock_spread.set_function(shard.leases.clock_spread)
     metrics.training.set_function(lambda: shard.run.state is RunState.TRAINING)

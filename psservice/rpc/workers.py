@@ -63,6 +63,7 @@ class WorkerCalls:
         self._limited: tuple[ModelLayout | None, tuple[int, int]] | None = None  # of a layout
         self._metrics.bytes_in_flight.set_function(lambda: self._memory.in_flight + shard.uploads.nbytes)
         self._metrics.memory_bytes.set_function(lambda: self._memory.total + shard.uploads.nbytes)
+        self._metrics.memory_bytes_limit.set_function(self._most)
         self._metrics.bytes_in_flight_limit.set_function(self._most_in_flight)
 
     def join(self, call: Call, request: pb.JoinRequest) -> pb.JoinResponse:
@@ -375,6 +376,10 @@ class WorkerCalls:
             self._limited = layout, (largest_stream(layout, elements), dense)
             self._memory.most = self._settings.memory_bytes or default_limit(elements)
         return self._limited[1]
+
+    def _most(self) -> int:
+        self._limits()
+        return self._memory.most
 
     def _most_in_flight(self) -> int:
         self._limits()

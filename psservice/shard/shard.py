@@ -24,7 +24,7 @@ from psservice.memory_budget import Kept, MemoryBudget, default_limit
 from psservice.model.parameters import ModelShard
 from psservice.observability.metrics import Metrics
 from psservice.replies.reply_mode import ReplyRule
-from psservice.replies.topk import ImageBudget, TopKSettings
+from psservice.replies.topk import TopKSettings
 from psservice.settings import ServerSettings
 from psservice.shard.synchronizer import Synchronizer, synchronizer_for
 from psservice.shard.upload import Uploads
@@ -63,7 +63,7 @@ class Shard:
     Attributes:
         state: what snapshots and records keep, and what records alone change.
         synchronizer: of rounds or groups; ``None`` in an asynchronous run, and before the upload.
-        memory: what calls occupy, and what is kept for them.
+        memory: what calls occupy, and what is kept for them and for workers.
         news: a number that differs once there are news for the other shards; see :meth:`tell_shards`.
         rollback: that is prepared, while the shard holds.
         last_push: that ended the run on shard 0: its worker and step.
@@ -92,15 +92,15 @@ class Shard:
         )
         self.state = self.new_state()
         self.admission = Admission(settings.max_staleness, settings.ssp_bound if self.is_coordinator else 0)
+        self.memory = MemoryBudget(settings.memory_bytes or default_limit(0), self._kept, self._forget_replies)
         self.topk = TopKSettings(
             settings.down_density,
             settings.down_dense_below,
             SELECTORS[settings.down_selector],
             VALUE_CODECS[settings.down_value_type],
             settings.chunk_bytes,
-            ImageBudget(settings.image_bytes),
+            self.memory,
         )
-        self.memory = MemoryBudget(settings.memory_bytes or default_limit(0), self._kept, self._forget_replies)
         self.uploads = Uploads(self.leases, settings.stream_idle_seconds)
         self.final_model = FinalModel(settings.final_model, settings.shard_index, settings.num_shards, environment)
         self.apply_thread = ApplyThread(metrics.queue_seconds.observe, on_failure, environment)

@@ -53,12 +53,15 @@ def test_bounds_and_size_are_told(running):
     assert labels["durability"] == "journal"
 
 
-@pytest.mark.parametrize(("elements", "given", "most"), [(10, 0, 3 << 30), (100_000_000, 0, 9_600_000_000), (10, 7, 7)])
+@pytest.mark.parametrize(
+    ("elements", "given", "most"), [(10, 0, 7 << 30), (100_000_000, 0, 14_400_000_000), (10, 7, 7)]
+)
 def test_calls_may_occupy_a_multiple_of_the_shard(elements, given, most):
     with open_shards(memory_bytes=given) as (shard,):
         WorkerCalls(shard)
         join(shard, layout_of((elements, F32)), ANNA)
-        assert value(shard, "psservice_bytes_in_flight_limit") == most
+        assert value(shard, "psservice_memory_bytes_limit") == most
+        assert value(shard, "psservice_bytes_in_flight_limit") == most, "there are no images yet"
 
 
 def test_a_shard_that_follows_waits_longer_for_its_own_snapshot(tmp_path):

@@ -15,9 +15,10 @@ from pscore.selection import SELECTORS
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.apply_thread import ApplyThread
+from psservice.memory_budget import MemoryBudget
 from psservice.replies.reply_mode import ReplyRule
 from psservice.replies.reply_session import ReplyMode, ReplySession
-from psservice.replies.topk import ImageBudget, TopKSettings
+from psservice.replies.topk import TopKSettings
 from tests.psservice.service_makers import (
     BF16,
     F16,
@@ -269,24 +270,24 @@ def test_a_reply_that_proposes_an_image_is_freed_when_it_is_sent(link):
 
 @pytest.mark.parametrize("has_room", [True, False])
 def test_a_reply_that_ends_an_image_is_counted_while_it_is_kept(link, has_room):
-    link.topk = replace(link.topk, images=ImageBudget(5_000 if has_room else 700))
+    link.topk = replace(link.topk, memory=MemoryBudget(2 * (5_000 if has_room else 700)))
     link.pull()
     link.pull()
-    opened = link.topk.images.bytes
+    opened = link.topk.memory.images
     assert opened > 0
     link.model.apply(SparseSlice(link.model.span, None, torch.randn(100)))
     link.rule.topk = False
     wire = link.ask()
     assert (wire.mode, wire.image) == (ReplyMode.EXACT, False)
     if has_room:
-        assert link.topk.images.bytes >= opened + sum(map(len, wire.chunks))
+        assert link.topk.memory.images >= opened + sum(map(len, wire.chunks))
         assert link.ask() == wire, "it is kept to be repeated"
     else:
         assert link.downlink.pending is None
     link.receive(link.ask())
     link.pull()
     gc.collect()
-    assert link.topk.images.bytes == 0
+    assert link.topk.memory.images == 0
     assert replica_bits(link.replica, link.model.span) == server_bits(link.model)
 
 
@@ -386,11 +387,11 @@ def test_a_value_codec_that_is_not_known_is_refused():
 
 
 def test_an_image_without_room_for_a_larger_reply_is_closed_by_an_exact_one(link):
-    settings_ = replace(topk(0.1, 0), images=ImageBudget(4 * 100 + 24 * 20))
+    settings_ = replace(topk(0.1, 0), memory=MemoryBudget(2 * (4 * 100 + 24 * 20)))
     link.topk = settings_.asked(0.1, pb.VALUE_CODEC_FP32)
     link.pull()
     link.pull()
-    assert settings_.images.bytes > 0
+    assert settings_.memory.images > 0
     link.topk = settings_.asked(1.0, pb.VALUE_CODEC_FP32)
     link.model.apply(SparseSlice(link.model.span, None, torch.randn(100)))
     wire = link.pull()
@@ -398,4 +399,4 @@ def test_an_image_without_room_for_a_larger_reply_is_closed_by_an_exact_one(link
     assert replica_bits(link.replica, link.model.span) == server_bits(link.model)
     link.rule.topk = False
     link.pull()
-    assert settings_.images.bytes == 0
+    assert settings_.memory.images == 0

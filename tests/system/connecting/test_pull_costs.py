@@ -1,4 +1,4 @@
-"""What pulls may cost a server: it keeps what pushes overwrite while they are read, and images have a budget."""
+"""What pulls may cost a server: it keeps what pushes overwrite while they are read, and images have half the memory."""
 
 import contextlib
 import re
@@ -50,8 +50,8 @@ def unread(server, worker):
         call.cancel()
 
 
-def test_where_the_budget_of_images_is_used_up_replies_are_exact():
-    with LocalServer(down_mode="topk", down_dense_below=0, image_bytes=5000) as server:
+def test_where_the_room_of_images_is_used_up_replies_are_exact():
+    with LocalServer(down_mode="topk", down_dense_below=0, memory_bytes=10_000) as server:
         w0 = member(server, 1000)
         first = pull(w0)
         assert (first.mode, first.image) == (pb.REPLY_MODE_EXACT, True)
@@ -66,8 +66,8 @@ def test_where_the_budget_of_images_is_used_up_replies_are_exact():
         assert metric(server, IMAGES) == held
 
 
-def test_without_a_budget_no_reply_is_top_k():
-    with LocalServer(down_mode="topk", image_bytes=0) as server:
+def test_without_room_no_reply_is_top_k():
+    with LocalServer(down_mode="topk", memory_bytes=1) as server:
         w0 = member(server, 1000)
         first = pull(w0)
         assert (first.mode, first.image) == (pb.REPLY_MODE_EXACT, False)
