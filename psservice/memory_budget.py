@@ -56,7 +56,8 @@ class Kept(NamedTuple):
     """Bytes of what a model keeps beside its values.
 
     Attributes:
-        copies: values that were overwritten while answers, or a snapshot, read the model.
+        copies: values that were overwritten while answers, or a snapshot, read the model; of a model that a restore
+            has replaced, all that are still read.
         replies: those that are there for the next call that asks for the same, by ``id``; calls may send them too.
         sums: of WAGMA's rounds, for late workers.
     """

@@ -107,6 +107,12 @@ class CopyOnWrite:
         with self._lock:
             return sum([kept.nbytes for watched in [*self._watched.values()] for kept in [*watched.kept]])
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that open copies keep alive once nothing else has the tensors: these, and what is kept for copies."""
+        with self._lock:
+            return self.nbytes + sum([watched.tensor.nbytes for watched in [*self._watched.values()]])
+
     def overwrites(self, tensor: torch.Tensor, offsets: torch.Tensor | None) -> None:
         """Keep what open copies need of a tensor before elements change: those at ``offsets``, ascending, or all."""
         if not self._watched or (watched := self._watched.get(id(tensor))) is None:

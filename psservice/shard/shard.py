@@ -5,6 +5,7 @@ What is done with a shard is in the files beside this one: joining, pushes, pull
 
 import itertools
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from psservice.durability.final_model import FinalModel, ModelCopy
 from psservice.membership.admission import Admission, DrainGate
 from psservice.membership.leases import Leases, ServingClock
 from psservice.memory_budget import Kept, MemoryBudget, default_limit
+from psservice.model.copies import CopyOnWrite
 from psservice.model.parameters import ModelShard
 from psservice.observability.metrics import Metrics
 from psservice.replies.reply_mode import ReplyRule
@@ -101,6 +103,7 @@ class Shard:
             settings.chunk_bytes,
             self.memory,
         )
+        self._replaced: list[weakref.ref[CopyOnWrite]] = []  # copies of models that are not served any more
         self.uploads = Uploads(self.leases, settings.stream_idle_seconds)
         self.final_model = FinalModel(settings.final_model, settings.shard_index, settings.num_shards, environment)
         self.apply_thread = ApplyThread(metrics.queue_seconds.observe, on_failure, environment)
@@ -193,6 +196,10 @@ class Shard:
 
     def serve(self, state: ShardState) -> None:
         """Replace the state; while nothing is served, or the apply thread is held."""
+        if (replaced := self.model) is not None:
+            replaced.forget_replies()  # or they would keep it, and it them
+            still_read = [each for each in self._replaced if each() is not None]
+            self._replaced = [*still_read, weakref.ref(replaced.copies)]
         self.state = state
         assert state.model is not None
         self.synchronizer = synchronizer_for(
@@ -222,7 +229,9 @@ class Shard:
         return ModelCopy(self.require_model(None), buffers.state() if buffers else {})
 
     def _kept(self) -> Kept:
-        return Kept() if (model := self.model) is None else model.kept()
+        kept = Kept() if (model := self.model) is None else model.kept()
+        of_replaced = sum([copies.held_bytes for each in self._replaced if (copies := each()) is not None])
+        return kept._replace(copies=kept.copies + of_replaced) if of_replaced else kept
 
     def _forget_replies(self) -> None:
         if (model := self.model) is not None:

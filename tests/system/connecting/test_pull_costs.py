@@ -125,6 +125,17 @@ def test_a_reply_that_is_kept_for_the_next_pull_counts_until_the_model_changes()
         wait_until(lambda: metric(server, MEMORY) == 0)
 
 
+def test_a_model_that_a_restore_has_replaced_counts_as_long_as_it_is_read(tmp_path):
+    with LocalServer(down_mode="exact", data_dir=tmp_path, compute_threads=1) as server:
+        worker = member(server, LARGE)
+        taken = worker.stub.TakeSnapshot(pb.TakeSnapshotRequest(checkpoint="first"), timeout=TIMEOUT)
+        with unread(server, worker):
+            assert metric(server, IN_FLIGHT) == 0
+            worker.stub.RestoreModel(pb.RestoreModelRequest(checkpoint=taken.checkpoint), timeout=TIMEOUT)
+            assert metric(server, IN_FLIGHT) == 4 * LARGE
+        wait_until(lambda: metric(server, IN_FLIGHT) == 0)
+
+
 def is_refused(server):
     worker = member(server, LARGE)
     assert refusal(lambda: pull(worker))[0] == "RESOURCE_EXHAUSTED"
