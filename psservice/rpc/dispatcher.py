@@ -102,7 +102,7 @@ class Dispatcher:
         self._joins = asyncio.Semaphore(_MOST_JOINS)
         self._penalty = Penalty()
         self._held_back = 0  # calls that have ended, of callers that make many mistakes
-        self._request_budget = MemoryBudget(_REQUEST_BYTES)
+        self._request_budget = MemoryBudget(_REQUEST_BYTES)  # pushes may fill the shard's: leases are renewed
         self._join_budget = MemoryBudget(_REQUEST_BYTES)  # else joins that wait would keep renewals out
         self._stopping = False
         self._ahead = 0  # calls whose messages are received ahead
