@@ -53,18 +53,16 @@ Image = TypeVar("Image")
 
 
 class Kept(NamedTuple):
-    """Bytes of what a model keeps beside its values.
+    """Bytes of what a model keeps for answers.
 
     Attributes:
         copies: values that were overwritten while answers, or a snapshot, read the model; of a model that a restore
             has replaced, all that are still read.
         replies: those that are there for the next call that asks for the same, by ``id``; calls may send them too.
-        sums: of WAGMA's rounds, for late workers.
     """
 
     copies: int = 0
     replies: Mapping[int, int] = MappingProxyType({})
-    sums: int = 0
 
 
 class MemoryBudget:
@@ -72,7 +70,8 @@ class MemoryBudget:
 
     Args:
         most: the limit.
-        kept: returns what is kept beside the model.
+        kept: returns what is kept for answers.
+        sums: returns the bytes of the sums that WAGMA keeps for late workers.
         forget: drops the replies that are kept; calls that send one go on.
 
     Attributes:
@@ -82,8 +81,14 @@ class MemoryBudget:
         shared: what calls send, by the number of calls that do.
     """
 
-    def __init__(self, most: int, kept: Callable[[], Kept] = Kept, forget: Callable[[], None] = lambda: None) -> None:
-        self.most, self.kept, self.forget = most, kept, forget
+    def __init__(
+        self,
+        most: int,
+        kept: Callable[[], Kept] = Kept,
+        sums: Callable[[], int] = lambda: 0,
+        forget: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.most, self.kept, self.sums, self.forget = most, kept, sums, forget
         self.lock = threading.RLock()  # garbage collection may free an image under the lock
         self.received = self.answered = self.images = 0
         self.shared: dict[Occupies, int] = {}
@@ -107,9 +112,9 @@ class MemoryBudget:
             replies = {**kept.replies, **{id(each): each.nbytes for each in [*self.shared]}}
             return self.answered + kept.copies + sum(replies.values())
 
-    def room(self, kept: Kept) -> int:
+    def room(self) -> int:
         """Return the bytes that calls may occupy beside what is kept for workers; a quarter is always theirs."""
-        return max(self.most - self.images - kept.sums, self.most // 4)
+        return max(self.most - self.images - self.sums(), self.most // 4)
 
     def has_room(self, nbytes: int) -> bool:
         """Tell whether so many bytes more of sums may be kept."""
@@ -147,15 +152,15 @@ class MemoryBudget:
 
     def _total(self, kept: Kept) -> int:
         with self.lock:
-            return self.received + self.answers(kept) + self.images + kept.sums
+            return self.received + self.answers(kept) + self.images + self.sums()
 
     def _has_room(self, nbytes: int, kept: Kept, most: int) -> bool:
         """Tell whether all fits, and images and sums into ``most``."""
-        return self._total(kept) + nbytes <= self.most and self.images + kept.sums + nbytes <= most
+        return self._total(kept) + nbytes <= self.most and self.images + self.sums() + nbytes <= most
 
     def exceeds(self, nbytes: int, kept: Kept) -> bool:
         """Tell whether answers would have more than their share with so many bytes more."""
-        return self.answers(kept) + nbytes > self.room(kept) // 3
+        return self.answers(kept) + nbytes > self.room() // 3
 
     def receive(self, largest: float = math.inf) -> "Reservation":
         """Return the reservation of a new call that receives up to ``largest`` bytes, a context."""
@@ -225,12 +230,13 @@ class Reservation:
 
     def add(self, nbytes: int) -> None:
         """Charge more bytes; raises ``BAD_REQUEST`` beyond any valid stream, ``BUSY`` beyond the other limits."""
-        budget = self._budget
-        kept = budget.kept()
-        if self._answers and kept.replies and budget.exceeds(nbytes, kept):
-            budget.forget()
+        budget, kept = self._budget, Kept()
+        if self._answers:
             kept = budget.kept()
-        room = budget.room(kept)
+            if kept.replies and budget.exceeds(nbytes, kept):
+                budget.forget()
+                kept = budget.kept()
+        room = budget.room()
         with budget.lock:
             mine = self.bytes + nbytes
             if mine > self._largest:

@@ -150,8 +150,13 @@ class ModelShard:
             return values.read(0, self.span.length)
 
     def kept(self) -> Kept:
-        """Return what is kept beside the parameters; from any thread."""
+        """Return what is kept for answers; from any thread."""
         return Kept(self.copies.nbytes, self.replies.occupied())
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of the sums that are kept for late workers, if each has its own model; from any thread."""
+        return 0
 
     def forget_replies(self) -> None:
         """Drop the replies that callers share; from any thread."""

@@ -383,7 +383,7 @@ class WorkerCalls:
 
     def _most_in_flight(self) -> int:
         self._limits()
-        return self._memory.room(self._memory.kept())
+        return self._memory.room()
 
     def _sent(self, rpc: str, member: Member | None, nbytes: int) -> None:
         self._metrics.count(rpc, sent_bytes=nbytes)

@@ -94,7 +94,9 @@ class Shard:
         )
         self.state = self.new_state()
         self.admission = Admission(settings.max_staleness, settings.ssp_bound if self.is_coordinator else 0)
-        self.memory = MemoryBudget(settings.memory_bytes or default_limit(0), self._kept, self._forget_replies)
+        self.memory = MemoryBudget(
+            settings.memory_bytes or default_limit(0), self._kept, self._sum_bytes, self._forget_replies
+        )
         self.topk = TopKSettings(
             settings.down_density,
             settings.down_dense_below,
@@ -232,6 +234,9 @@ class Shard:
         kept = Kept() if (model := self.model) is None else model.kept()
         of_replaced = sum([copies.held_bytes for each in self._replaced if (copies := each()) is not None])
         return kept._replace(copies=kept.copies + of_replaced) if of_replaced else kept
+
+    def _sum_bytes(self) -> int:
+        return 0 if (model := self.model) is None else model.sum_bytes
 
     def _forget_replies(self) -> None:
         if (model := self.model) is not None:

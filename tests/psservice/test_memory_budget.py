@@ -135,7 +135,7 @@ def test_what_several_calls_send_counts_once_until_the_last_of_them_ends():
 
 def test_what_is_kept_for_the_next_call_counts_once_and_gives_way_to_answers():
     replies = [Made(50), Made(30)]
-    budget = MemoryBudget(300, lambda: Kept(replies={id(each): each.nbytes for each in replies}), replies.clear)
+    budget = MemoryBudget(300, lambda: Kept(replies={id(each): each.nbytes for each in replies}), forget=replies.clear)
     with budget.answer() as first, budget.answer() as second:
         first.share(replies[0])
         assert (budget.total, budget.in_flight) == (80, 50)
@@ -150,7 +150,7 @@ def test_what_is_kept_for_the_next_call_counts_once_and_gives_way_to_answers():
 
 def test_sums_have_three_quarters_and_calls_the_rest():
     sums = 0
-    budget = MemoryBudget(400, lambda: Kept(sums=sums))
+    budget = MemoryBudget(400, sums=lambda: sums)
     with budget.receive() as oldest, budget.receive() as push:
         oldest.add(0)
         assert budget.has_room(300)

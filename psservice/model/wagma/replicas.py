@@ -110,11 +110,19 @@ class GroupedShard(ModelShard):
             raise ValueError(f"decisions of kind {decision.kind!r} are not known to this version of the server")
 
     def kept(self) -> Kept:
-        """Return what is kept beside the parameters, of every worker's model; from any thread."""
+        """Return what is kept for answers, of every worker's model; from any thread."""
         replicas = [*self.replicas.values()]
-        replies = {name: size for replica in replicas for name, size in replica.model.replies.occupied().items()}
+        return Kept(
+            self.copies.nbytes,
+            {name: nbytes for each in replicas for name, nbytes in each.model.replies.occupied().items()},
+        )
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of the sums that are kept for late workers; from any thread."""
+        replicas = [*self.replicas.values()]
         sums = {id(others.total): others.total.nbytes for each in replicas for others in [*each.late_for.values()]}
-        return Kept(self.copies.nbytes, replies, sum(sums.values()))
+        return sum(sums.values())
 
     def bytes_to_freeze(self, frozen: Frozen) -> int:
         """Return the bytes of the sums that are kept from a round's freeze on."""
