@@ -6,6 +6,8 @@ for all calls that send it. It still counts while no call sends it, as long as i
 the same, and is dropped if an answer has no room beside it. A dense reply and a download are not charged: they read the
 model while they are sent, and what pushes overwrite meanwhile is kept and counts (:mod:`psservice.model.copies`).
 
+The values of an upload are written into the memory that the model will have: the metrics have them, the limit does not.
+
 The images of workers' replicas, which top-k replies need, may have half of the limit, and with them the sums that WAGMA
 keeps for late workers three quarters. Without room for an image a reply is exact; without room for a sum a round waits.
 Of what images and sums leave, calls that receive may have two thirds, and answers, with what is kept for them, a third.
