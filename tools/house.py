@@ -42,6 +42,8 @@ ROOMS = {
         ["web", "rpc"],
         ["shard"],
         ["durability"],
+        ["rounds", "wagma"],
+        ["synchronizer"],
         ["apply_thread", "membership"],
         ["state"],
         ["data_leases"],

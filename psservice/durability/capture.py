@@ -19,8 +19,8 @@ from psservice.model.buffers import BufferAverage
 from psservice.model.copies import TensorCopy
 from psservice.model.parameters import ModelShard
 from psservice.model.training_mode import TrainingMode
-from psservice.model.wagma.replicas import shard_kind
 from psservice.observability.metrics import Metrics
+from psservice.rounds.shard import RoundShard
 from psservice.rules.base import RuleState
 from psservice.settings import ServerSettings, ShardSettings
 from psservice.state.histories import Histories
@@ -33,6 +33,7 @@ from psservice.storage.files import StorageError
 from psservice.storage.manifest import Manifest
 from psservice.storage.snapshots import Snapshot
 from psservice.values import Identity
+from psservice.wagma.replicas import GroupedShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +162,13 @@ def restore(
     run = state.run
     run.run_id, run.state, run.samples = manifest.run_id, RunState(manifest.run_state), manifest.samples
     run.agree(manifest.method, manifest.method_settings)
+
+
+def shard_kind(mode: TrainingMode) -> type[ModelShard]:
+    """Return the kind of model that a training mode needs."""
+    if mode.groups is not None:
+        return GroupedShard
+    return ModelShard if mode.rounds is None else RoundShard
 
 
 def model_from(

@@ -83,7 +83,7 @@ class Past:
 
     def versions_dropped(self) -> int:
         """Count the versions behind the damage, as far as their records can be read."""
-        made_by = PUSHED if self.model.round is None else ROUND_CLOSED
+        made_by = PUSHED if self.model.mode.rounds is None else ROUND_CLOSED
         return sum(record.kind == made_by for record in self._source.dropped())
 
     def apply_settings(self) -> bool:

@@ -5,11 +5,11 @@ other, so each sees, and leaves behind, exactly one version. Replies read ``thet
 the log before its version is seen, so what was read too early is known (:mod:`psservice.replies.exact_reply`).
 """
 
-import logging
 import time
 from collections.abc import Callable, Collection
 from contextlib import closing
 from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 
@@ -22,22 +22,35 @@ from psservice.memory_budget import Kept
 from psservice.model.changelog import ChangeLog
 from psservice.model.copies import CopyOnWrite, TensorCopy
 from psservice.model.shared_results import SharedResults
-from psservice.model.synchronous_rounds import SynchronousRound
 from psservice.model.training_mode import TrainingMode
 from psservice.model.undo_log import Overwritten, UndoLog
-from psservice.rules.base import PLAIN, PushContext, RuleState, UpdateRule
+from psservice.rules.base import PLAIN, PushContext, RuleState
 from psservice.rules.changed import ChangedIndices, changed_by
 from psservice.settings import ShardSettings
-
-log = logging.getLogger(__name__)
 
 _SPARSE = 0.25
 """Share of the elements up to which a push is one whose answer should not be dense."""
 
 
+GroupDecision: TypeAlias = Literal["enter", "leave", "freeze"]
+"""A worker takes part, or no longer, or a round freezes."""
+
+
+class ModelPart(Protocol):
+    """A part of a shard's model that has a state of its own."""
+
+    def export(self) -> RuleState:
+        """Return the state: the tensors themselves."""
+
+    def restore(self, state: RuleState) -> None:
+        """Restore an exported state; raises ``ValueError`` or ``KeyError`` if the state does not fit."""
+
+
 @dataclass(eq=False)
 class ModelShard:
-    """Parameters of one span, their version, and their recent history.
+    """Parameters of one span, their version, and their recent history; every push is applied as it comes.
+
+    With rounds or groups a subclass is needed (:func:`psservice.durability.capture.shard_kind`).
 
     Raises :class:`Rejected` (``BAD_REQUEST``) if mode and model do not go together.
 
@@ -45,8 +58,7 @@ class ModelShard:
         theta: fp32 ``[span.length]`` on the shard's device, not copied.
         version: counts from the version given.
         first_version: that with which the run began; above 0 with ``--init`` of another run's directory.
-        clock: seconds, of the round.
-        round: the open round; ``None`` if training is asynchronous, and in groups.
+        clock: seconds, for models of rounds and groups.
         densified: whether the last update was sparse and changed everything.
         changes: odd while ``theta`` and version change, and another number after each change.
         replies: exact replies of the present version, which callers share.
@@ -70,21 +82,21 @@ class ModelShard:
         self.changelog = ChangeLog(self.span.length, limit, self.version)
         self.replies = SharedResults(4 * self.span.length)
         self.densified, self.changes = False, 0
-        rounds, overwrites = self.mode.rounds, self.copies.overwrites
-        self.round = None
-        if rounds is not None:
-            self.round = SynchronousRound(rounds, self.span, self.theta.device, self.clock, overwrites)
         self.rule = self.mode.rule(self.layout, self.span, self.theta)
-        self.rule.overwrites = overwrites
+        self.rule.overwrites = self.copies.overwrites
         self._undo_log = UndoLog(limit) if self.settings.delay_compensation else None
 
     @traced("apply")
     def take(self, worker: str, push: SparseSlice | None, context: PushContext = PLAIN, step: int = 0) -> int:
-        """Apply a worker's push, or add it to the open round; return the version that will have it.
+        """Apply a worker's push, and return the version that has it.
 
         ``push`` is over the shard's span (``None``: no entries); ``step`` matters if each worker has its own model.
         Raises :class:`Rejected` (``NON_FINITE``, ``BAD_REQUEST``); nothing is changed then.
         """
+        return self.apply(*self._ready(push, context))
+
+    def _ready(self, push: SparseSlice | None, context: PushContext) -> tuple[SparseSlice | None, PushContext]:
+        """Give a push the agreed rates if it has none, and compensate its delay; raises :class:`Rejected`."""
         rates, agreed = context.group_rates or self.rule.rates, self.rule.rates
         if len(rates) != len(agreed):
             raise Rejected(
@@ -93,12 +105,7 @@ class ModelShard:
             )
         if rates != context.group_rates:
             context = replace(context, group_rates=rates)
-        if push is not None:
-            push = self._corrected(push, context)
-        if self.round is None:
-            return self.apply(push, context)
-        self.round.add(worker, push, context)
-        return self.version + 1
+        return None if push is None else self._corrected(push, context), context
 
     def apply(self, push: SparseSlice | None, context: PushContext = PLAIN) -> int:
         """Apply one update over the shard's span (``None``: it has no entries) and return the new version."""
@@ -114,31 +121,27 @@ class ModelShard:
         finally:
             self.changes += 1
 
-    def close_round(self) -> int:
-        """Apply the mean of the open round and return the new version.
-
-        A mean that would take a parameter out of its range is dropped: no contributor's call is left to refuse.
-        """
-        assert self.round is not None
-        try:
-            version = self.apply(*self.round.close())
-        except Rejected as error:
-            log.error("a round was dropped", extra={"version": self.version + 1, "why": str(error)})
-            version = self._advance(changed_by(None))
-        self.round.open_next()
-        return version
-
     def waiting(self) -> set[str]:
         """Return the workers that are in an open round, or were dropped with one and have not contributed again."""
-        return set() if self.round is None else self.round.contributors | self.round.dropped
+        return set()
 
     def begin_rounds_anew(self, dropped: Collection[str]) -> None:
         """Drop open rounds at a rollback; new ones do not wait for these workers until they have contributed again.
 
         Shards may have lost different parts of these workers' step; two workers would wait for each other for ever.
         """
-        if self.round is not None:
-            self.round.begin_anew(dropped)
+
+    def close_round(self) -> int:
+        """Apply the mean of the open round and return the new version; raises ``ValueError`` without rounds."""
+        raise ValueError("the shard has no rounds")
+
+    def decide(self, kind: GroupDecision, worker: str, incarnation: str = "", iteration: int = 0) -> None:
+        """Change the groups, other than by a push; raises ``ValueError`` without groups, or if that makes no sense.
+
+        ``incarnation`` is of a worker that enters, ``iteration`` of a round that freezes, in which ``worker`` has
+        arrived.
+        """
+        raise ValueError("the shard has no groups")
 
     def open_values(self) -> TensorCopy:
         """Open a copy of the parameters, fp32 ``[span.length]``."""
@@ -192,8 +195,8 @@ class ModelShard:
                 on_device = {n: t.to(self.theta.device) if t.dim() else t for n, t in tensors.items()}
                 part.restore(RuleState(state.plain[name], on_device))
 
-    def _parts(self) -> dict[str, UpdateRule | SynchronousRound | UndoLog]:
-        parts = {"rule": self.rule, "round": self.round, "past": self._undo_log}
+    def _parts(self) -> dict[str, ModelPart]:
+        parts: dict[str, ModelPart | None] = {"rule": self.rule, "past": self._undo_log}
         return {name: part for name, part in parts.items() if part is not None}
 
     def rounded(self, values: torch.Tensor, part: Span | None = None) -> torch.Tensor:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import pydantic.dataclasses
+from pydantic import Field, TypeAdapter, ValidationError
+
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.model.synchronous_rounds import RoundSettings
-from psservice.model.wagma.schedule import GroupSettings
 from psservice.rules.base import RuleMaker
 from psservice.rules.delayed_nesterov import DelayedNesterov, Options
 from psservice.rules.optimizer_settings import TorchSettings
@@ -17,13 +18,67 @@ from psservice.rules.rmsprop import RMSprop, settings_of
 from psservice.rules.subtract import Subtract
 from psservice.rules.torch_optimizer import TorchOptimizer
 
+_MOST_WORKERS = 1 << 20
+
 _RULES: dict[str, Callable[[Mapping[str, str]], RuleMaker]] = {
     "subtract": lambda settings: Subtract,
-    "average": lambda settings: Subtract,  # from each worker's own model; see psservice.model.wagma.replicas
+    "average": lambda settings: Subtract,  # from each worker's own model; see psservice.wagma.replicas
     "delayed_nesterov": lambda settings: partial(DelayedNesterov, Options.parse(settings)),
     "rmsprop": lambda settings: partial(RMSprop, settings_of(settings)),
     "torch": lambda settings: partial(TorchOptimizer, TorchSettings.parse(settings)),
 }
+
+
+@pydantic.dataclasses.dataclass(frozen=True, slots=True)
+class RoundSettings:
+    """When a round closes.
+
+    Attributes:
+        quorum: contributions that are enough; 0 for those of all live workers.
+        seconds: after the first contribution, when the round closes with what is there; 0 for no such limit.
+        start_workers: live workers that the first round of a run waits for.
+    """
+
+    quorum: int = Field(ge=0, le=_MOST_WORKERS)
+    seconds: float = Field(ge=0, allow_inf_nan=False)
+    start_workers: int = Field(ge=1, le=_MOST_WORKERS)
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, str]) -> "RoundSettings | None":
+        """Read ``rounds`` of the method settings; ``None``: asynchronous (``BAD_REQUEST``)."""
+        text = settings.get("rounds", "")
+        try:
+            return TypeAdapter(cls).validate_json(text) if text else None
+        except ValidationError as error:
+            raise Rejected(ErrorCode.BAD_REQUEST, f"the settings of rounds make no sense: {text}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """What the workers of a run agree on; ``size`` 0 is the power of two nearest ``√W`` (docs/guide/wagma.md)."""
+
+    size: int = 0
+    tau: int = 10
+    late: str = "replace"
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, str]) -> "GroupSettings | None":
+        """Read the method settings (``BAD_REQUEST``); ``None`` if workers share one model."""
+        if settings.get("update") != "average":
+            return None
+        try:
+            read = cls(int(settings["group_size"]), int(settings["tau"]), settings["late"])
+            if read.late not in ("paper", "replace"):
+                raise ValueError(f"late must be 'paper' or 'replace', not {read.late!r}")
+        except (KeyError, ValueError) as error:
+            raise Rejected(ErrorCode.BAD_REQUEST, f"the settings of group averaging cannot be read: {error}") from error
+        if read.size == 1 or not 0 <= read.size <= _MOST_WORKERS or not 0 <= read.tau <= _MOST_WORKERS:
+            raise Rejected(ErrorCode.BAD_REQUEST, f"no groups of {read.size} with tau = {read.tau}")
+        return read
+
+    def is_global(self, iteration: int) -> bool:
+        """Tell whether all live workers average, and wait for each other, at an iteration (counted from 0)."""
+        return (iteration + 1) % (self.tau + 1) == 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,11 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch, next_generation
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.awaiting import NotYetError
+from psservice.durability.capture import shard_kind
 from psservice.durability.durability import Prepared
 from psservice.durability.initial_model import InitialModel, fit
 from psservice.model.buffers import BufferAverage
 from psservice.model.parameters import ModelShard
-from psservice.model.wagma.replicas import shard_kind
 from psservice.shard.shard import Shard
 from psservice.shard.upload import Origin, Upload
 from psservice.state.state import ShardState

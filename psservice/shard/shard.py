@@ -27,15 +27,19 @@ from psservice.model.parameters import ModelShard
 from psservice.observability.metrics import Metrics
 from psservice.replies.reply_mode import ReplyRule
 from psservice.replies.topk import TopKSettings
+from psservice.rounds.shard import RoundShard
+from psservice.rounds.synchronizer import RoundSynchronizer
 from psservice.settings import ServerSettings
-from psservice.shard.synchronizer import Synchronizer, synchronizer_for
 from psservice.shard.upload import Uploads
 from psservice.state.records import Record
 from psservice.state.run import Run
 from psservice.state.state import ShardState
 from psservice.storage.environment import Environment
 from psservice.storage.journal_format import EMPTY, Body
+from psservice.synchronizer import Synchronizer
 from psservice.values import Identity, PushAnswer
+from psservice.wagma.replicas import GroupedShard
+from psservice.wagma.synchronizer import WagmaSynchronizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,10 +208,15 @@ class Shard:
             self._replaced = [*still_read, weakref.ref(replaced.copies)]
         self.state = state
         assert state.model is not None
-        self.synchronizer = synchronizer_for(
-            state.model, self.leases, self.commit, self.apply_thread, self.metrics, self.memory.has_room
-        )
+        self.synchronizer = self._synchronizer_for(state.model)
         self.metrics.version = state.model.version
+
+    def _synchronizer_for(self, model: ModelShard) -> Synchronizer | None:
+        """Return the synchronizer that a model needs; ``None`` if every push is applied as it comes."""
+        parts = (self.leases, self.commit, self.apply_thread, self.metrics)
+        if isinstance(model, GroupedShard):
+            return WagmaSynchronizer(model, *parts, self.memory.has_room)
+        return RoundSynchronizer(model, *parts) if isinstance(model, RoundShard) else None
 
     def restart(self, state: ShardState) -> None:
         """Begin with a recovered state, whose workers get a new lease each; before anything is served."""

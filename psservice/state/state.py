@@ -7,17 +7,15 @@ applies the same records. Nothing else changes the state, so both end in the sam
 import time
 from collections.abc import Callable, Mapping
 from copy import copy
-from typing import Any, Literal
+from typing import Any
 
 from pscore.model.layout import ModelLayout
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.messages import share_from_messages
 from psservice.data_leases.dataset import Datasets, Plan, SampleRequest
 from psservice.model.buffers import BufferAverage
-from psservice.model.parameters import ModelShard
+from psservice.model.parameters import GroupDecision, ModelShard
 from psservice.model.training_mode import TrainingMode
-from psservice.model.wagma.group_rounds import Decision
-from psservice.model.wagma.replicas import GroupedShard
 from psservice.rules.base import PushContext
 from psservice.state.histories import Histories
 from psservice.state.pushes import Pushes
@@ -96,7 +94,7 @@ class ShardState:
         model.take(identity.worker_id, update, context, record.step)
         answer = PushAnswer(record.version, record.staleness, time.perf_counter_ns() - started)
         own = self.pushes.find(identity).own
-        if model.round is None:
+        if model.mode.rounds is None:
             own = own.noted(record.generation, record.base_version, record.version)
         self.pushes.push(identity, record.step, answer, own)
         self.datasets.update(datasets)
@@ -131,15 +129,13 @@ class ShardState:
 
     def _close_round(self, record: rec.RoundClosed) -> None:
         model = self._model()
-        if model.round is None or record.version != model.version + 1:
+        if record.version != model.version + 1:
             raise ValueError(f"a round that makes version {record.version} follows version {model.version}")
         model.close_round()
 
     def _decide_groups(self, record: rec.GroupDecided) -> None:
-        if not isinstance(self.model, GroupedShard):
-            raise ValueError("the shard has no groups")
         worker = record.worker
-        self.model.decide(Decision(_GROUPS[record.kind], worker.worker_id, worker.incarnation, record.iteration))
+        self._model().decide(_GROUPS[record.kind], worker.worker_id, worker.incarnation, record.iteration)
 
     def _know(self, record: rec.Known) -> None:
         self.histories.apply(map(shard_history_of, record.histories))
@@ -161,7 +157,7 @@ class ShardState:
         return self.model
 
 
-_GROUPS: Mapping[int, Literal["enter", "leave", "freeze"]] = {
+_GROUPS: Mapping[int, GroupDecision] = {
     rec.GroupDecided.KIND_ENTER: "enter",
     rec.GroupDecided.KIND_LEAVE: "leave",
     rec.GroupDecided.KIND_FREEZE: "freeze",

@@ -3,11 +3,9 @@
 import torch
 
 from pscore.model.sparse_slice import SparseSlice
-from psservice.model.training_mode import TrainingMode
-from psservice.model.wagma.group_rounds import Decision
-from psservice.model.wagma.replicas import GroupedShard
-from psservice.model.wagma.schedule import GroupSettings
+from psservice.model.training_mode import GroupSettings, TrainingMode
 from psservice.settings import ShardSettings
+from psservice.wagma.replicas import GroupedShard
 from tests.psservice.service_makers import F32, layout_of
 from tests.psservice.shard_makers import Clock
 
@@ -28,7 +26,7 @@ def grouped(settings, *workers, values=None, clock=None):
         clock=clock or Clock(),
     )
     for worker in workers:
-        shard.decide(Decision("enter", worker, "1"))
+        shard.decide("enter", worker, "1")
     return shard
 
 
@@ -44,7 +42,7 @@ def sparse(entries):
 def freeze_due(shard):
     frozen = []
     while (due := shard.rounds.due()) is not None:
-        shard.decide(Decision("freeze", due.fresh[0], iteration=due.iteration))
+        shard.decide("freeze", due.fresh[0], iteration=due.iteration)
         frozen.append(due)
     return frozen
 

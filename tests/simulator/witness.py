@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from psservice.model.wagma.replicas import GroupedShard
 from psservice.state.v1 import journal_pb2 as rec
+from psservice.wagma.replicas import GroupedShard
 
 
 class BrokenPromiseError(AssertionError):

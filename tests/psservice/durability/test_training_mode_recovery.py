@@ -79,7 +79,7 @@ def play(shard, script, method_settings, steps):
                         shard.span, torch.tensor([3]), torch.tensor([-3e38])
                     ),  # refused, or soon
                 }[action]()
-                stale = 0 if shard.model.round is not None else seed % 3
+                stale = 0 if shard.model.mode.rounds is not None else seed % 3
                 base = max(0, shard.model.version - stale)
                 rates = [] if seed % 2 or "update" not in method_settings else [seed / 700]
                 send(shard, steps[who], segment, who, base=base, samples=1 + seed, learning_rate=0.1, rates=rates)
@@ -100,7 +100,7 @@ def test_the_next_server_goes_on_with_the_same_bits(name, script, after, tmp_pat
         with Shard(after_a_crash(directory), **options) as again:
             assert bits(theta(again)) == bits(theta(shard))
             assert again.model.version == shard.model.version
-            if shard.model.round is not None:
+            if shard.model.mode.rounds is not None:
                 assert again.model.round.contributors == shard.model.round.contributors
             later = [action for action in after if action[0] != "snapshot"]
             play(again, later, method_settings, dict(steps))

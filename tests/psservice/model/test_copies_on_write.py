@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pscore.model.sparse_slice import SparseSlice
+from psservice.durability.capture import shard_kind
 from psservice.model import copies
 from psservice.model.copies import CopyOnWrite
-from psservice.model.parameters import ModelShard
 from psservice.model.training_mode import TrainingMode
 from psservice.rules.base import PushContext
 from psservice.settings import ShardSettings
@@ -46,14 +46,15 @@ def watched(monkeypatch):
 
 def model_of(method):
     compensation = 0.04 if method == "compensated" else 0.0
-    return ModelShard(
+    mode = TrainingMode.of(METHODS[method])
+    return shard_kind(mode)(
         LAYOUT,
         LAYOUT.shard_spans(1)[0],
         torch.randn(SIZE, generator=torch.Generator().manual_seed(1)),
         generation=1,
         version=0,
         settings=ShardSettings(1.0, compensation),
-        mode=TrainingMode.of(METHODS[method]),
+        mode=mode,
     )
 
 
@@ -65,7 +66,7 @@ def push(model, density, draw):
     values = torch.randn(SIZE if offsets is None else offsets.numel(), generator=generator)
     update = SparseSlice(model.span, offsets, values) if values.numel() else None
     model.take(draw.choice("ab"), update, PushContext(0, 0.1, 1))
-    if model.round is not None and model.round.is_due(["a", "b"], is_first=False):
+    if model.mode.rounds is not None and model.round.is_due(["a", "b"], is_first=False):
         model.close_round()
 
 

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.model.wagma.schedule import StepTimes
 from psservice.shard.join import leave
 from psservice.shard.lifecycle import finish
 from psservice.shard.push import check_push
 from psservice.shard.rollback import roll_back
 from psservice.state.run import RunState
 from psservice.values import Identity
+from psservice.wagma.schedule import StepTimes
 from tests.psservice.durability.test_recovery import Shard, after_a_crash, send
 from tests.psservice.service_makers import F32, bits, layout_of, segments_of, sparse_push
 from tests.psservice.shard_makers import (

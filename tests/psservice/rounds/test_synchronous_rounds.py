@@ -14,8 +14,9 @@ from pscore.model.ranges import Ranges
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode
 from psservice.data_leases.dataset import Plan, SampleRequest
-from psservice.model.synchronous_rounds import RoundSettings, SynchronousRound
+from psservice.model.training_mode import RoundSettings
 from psservice.observability.metrics import Metrics
+from psservice.rounds.open_round import SynchronousRound
 from psservice.rules.base import PushContext
 from psservice.settings import ServerSettings
 from psservice.shard.buffers_and_samples import lease_samples

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.model.wagma.schedule import GroupSettings, StepTimes, cut, default_size
+from psservice.model.training_mode import GroupSettings
+from psservice.wagma.schedule import StepTimes, cut, default_size, groups_of
 
 
 def names(count):
@@ -85,8 +86,8 @@ def test_the_group_size_is_the_power_of_two_nearest_the_root():
 def test_every_tau_plus_one_iterations_all_are_one_group():
     chosen = GroupSettings(size=2, tau=3)
     assert [iteration for iteration in range(12) if chosen.is_global(iteration)] == [3, 7, 11]
-    assert chosen.groups(names(5), 3) == [tuple(names(5))]
-    assert len(chosen.groups(names(8), 4)) == 4
+    assert groups_of(chosen, names(5), 3) == [tuple(names(5))]
+    assert len(groups_of(chosen, names(8), 4)) == 4
     assert all(GroupSettings(tau=0).is_global(iteration) for iteration in range(5))
 
 

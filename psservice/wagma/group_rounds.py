@@ -3,9 +3,10 @@
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from psservice.model.wagma.schedule import GroupSettings, StepTimes
+from psservice.model.training_mode import GroupSettings
+from psservice.wagma.schedule import StepTimes, groups_of
 
 _SHORTEST_WINDOW_SECONDS = 0.001
 _DROPPED = 1 << 62
@@ -30,19 +31,6 @@ class Frozen:
     fresh: tuple[str, ...]
     stale: tuple[str, ...]
     absent: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """A change of the groups other than a push; the journal has it, and a replay repeats it.
-
-    ``incarnation`` is of a worker that enters, ``iteration`` of a round that freezes, in which ``worker`` has arrived.
-    """
-
-    kind: Literal["enter", "leave", "freeze"]
-    worker: str
-    incarnation: str = ""
-    iteration: int = 0
 
 
 class GroupRounds:
@@ -84,7 +72,7 @@ class GroupRounds:
         self._remove_member(worker, [each for each in self._open if each.iteration < iteration])
         if iteration > self.newest:  # its rounds are over the workers that have not passed it
             behind = sorted(other for other, reached in self.reached.items() if other == worker or reached < iteration)
-            self._open += [OpenRound(iteration, {*group}) for group in self._settings.groups(behind, iteration)]
+            self._open += [OpenRound(iteration, {*group}) for group in groups_of(self._settings, behind, iteration)]
             self.newest = iteration
         for each in self._open:
             if each.iteration == iteration and worker in each.members:

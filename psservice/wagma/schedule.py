@@ -1,50 +1,22 @@
 """Groups of WAGMA-SGD, and the time that members wait (docs/guide/wagma.md, *One iteration*; Li et al., TPDS 2021)."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from pscore.wire.errors import ErrorCode, Rejected
+from psservice.model.training_mode import GroupSettings
 
-_MOST = 1 << 20
 _GRACE_SHARE, _GRACE_JITTERS = 0.25, 2.0
 _MEAN_WEIGHT, _JITTER_WEIGHT = 1 / 8, 1 / 4  # as in TCP's estimate of a round trip
 _LONGEST_SAMPLE = 4.0  # in means: a worker that slept for a minute has not become slow
 
 
-@dataclass(frozen=True, slots=True)
-class GroupSettings:
-    """What the workers of a run agree on; ``size`` 0 is the power of two nearest ``√W`` (docs/guide/wagma.md)."""
-
-    size: int = 0
-    tau: int = 10
-    late: str = "replace"
-
-    @classmethod
-    def parse(cls, settings: Mapping[str, str]) -> "GroupSettings | None":
-        """Read the method settings (``BAD_REQUEST``); ``None`` if workers share one model."""
-        if settings.get("update") != "average":
-            return None
-        try:
-            read = cls(int(settings["group_size"]), int(settings["tau"]), settings["late"])
-            if read.late not in ("paper", "replace"):
-                raise ValueError(f"late must be 'paper' or 'replace', not {read.late!r}")
-        except (KeyError, ValueError) as error:
-            raise Rejected(ErrorCode.BAD_REQUEST, f"the settings of group averaging cannot be read: {error}") from error
-        if read.size == 1 or not 0 <= read.size <= _MOST or not 0 <= read.tau <= _MOST:
-            raise Rejected(ErrorCode.BAD_REQUEST, f"no groups of {read.size} with tau = {read.tau}")
-        return read
-
-    def is_global(self, iteration: int) -> bool:
-        """Tell whether all live workers average, and wait for each other, at an iteration (counted from 0)."""
-        return (iteration + 1) % (self.tau + 1) == 0
-
-    def groups(self, workers: Sequence[str], iteration: int) -> list[tuple[str, ...]]:
-        """Cut workers, sorted, into the groups of an iteration."""
-        if self.is_global(iteration):
-            return [tuple(workers)] if workers else []
-        return cut(workers, self.size or default_size(len(workers)), iteration)
+def groups_of(settings: GroupSettings, workers: Sequence[str], iteration: int) -> list[tuple[str, ...]]:
+    """Cut workers, sorted, into the groups of an iteration."""
+    if settings.is_global(iteration):
+        return [tuple(workers)] if workers else []
+    return cut(workers, settings.size or default_size(len(workers)), iteration)
 
 
 def default_size(workers: int) -> int:

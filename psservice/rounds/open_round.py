@@ -4,44 +4,18 @@ Backup workers: Chen et al. 2016.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass
 
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
+from psservice.model.training_mode import RoundSettings
 from psservice.rules.base import PLAIN, PushContext, RuleState
 from psservice.rules.changed import Overwrites
 
 _LARGEST_VALUE = 1e30  # sums of millions of these are finite
-_MOST_WORKERS = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class RoundSettings:
-    """When a round closes.
-
-    Attributes:
-        quorum: contributions that are enough; 0 for those of all live workers.
-        seconds: after the first contribution, when the round closes with what is there; 0 for no such limit.
-        start_workers: live workers that the first round of a run waits for.
-    """
-
-    quorum: int = Field(ge=0, le=_MOST_WORKERS)
-    seconds: float = Field(ge=0, allow_inf_nan=False)
-    start_workers: int = Field(ge=1, le=_MOST_WORKERS)
-
-    @classmethod
-    def parse(cls, settings: Mapping[str, str]) -> "RoundSettings | None":
-        """Read ``rounds`` of the method settings; ``None``: asynchronous (``BAD_REQUEST``)."""
-        text = settings.get("rounds", "")
-        try:
-            return TypeAdapter(cls).validate_json(text) if text else None
-        except ValidationError as error:
-            raise Rejected(ErrorCode.BAD_REQUEST, f"the settings of rounds make no sense: {text}") from error
 
 
 class SynchronousRound:

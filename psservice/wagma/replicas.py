@@ -16,11 +16,11 @@ from pscore.telemetry.tracing import traced
 from psservice.memory_budget import Kept
 from psservice.model.changelog import ALMOST_ALL
 from psservice.model.copies import TensorCopy, mean_of
-from psservice.model.parameters import ModelShard
+from psservice.model.parameters import GroupDecision, ModelShard
 from psservice.model.training_mode import TrainingMode
-from psservice.model.wagma.group_rounds import Decision, Frozen, GroupRounds
 from psservice.rules.base import PLAIN, PushContext, RuleState
 from psservice.rules.changed import offset_dtype
+from psservice.wagma.group_rounds import Frozen, GroupRounds
 
 
 class OtherModels(NamedTuple):
@@ -89,14 +89,13 @@ class GroupedShard(ModelShard):
             self._replace(own, (others.total + own.theta).div_(others.number + 1))
         return self.version
 
-    def decide(self, decision: Decision) -> None:
+    def decide(self, kind: GroupDecision, worker: str, incarnation: str = "", iteration: int = 0) -> None:
         """Apply a decision; raises ``ValueError`` if the decision makes no sense."""
-        worker = decision.worker
-        if decision.kind == "enter":
-            replica = self._add(worker, decision.incarnation, self.current(), self.version)
+        if kind == "enter":
+            replica = self._add(worker, incarnation, self.current(), self.version)
             replica.unsynced = next(self._replacements)
             self.rounds.enter(worker)
-        elif decision.kind == "leave":
+        elif kind == "leave":
             if worker not in self.replicas:
                 raise ValueError(f"{worker!r} takes no part")
             last = self.replicas.pop(worker)
@@ -104,10 +103,10 @@ class GroupedShard(ModelShard):
                 self.copies.overwrites(self.theta, None)
                 self.theta.copy_(last.model.theta)
             self.rounds.leave(worker)
-        elif decision.kind == "freeze":
-            self._average(self.rounds.freeze(decision.iteration, worker))
+        elif kind == "freeze":
+            self._average(self.rounds.freeze(iteration, worker))
         else:
-            raise ValueError(f"decisions of kind {decision.kind!r} are not known to this version of the server")
+            raise ValueError(f"decisions of kind {kind!r} are not known to this version of the server")
 
     def kept(self) -> Kept:
         """Return what is kept for answers, of every worker's model; from any thread."""
@@ -246,8 +245,3 @@ class GroupedShard(ModelShard):
         if tensor.dtype != torch.float32 or tensor.shape != self.theta.shape:
             raise ValueError(f"a model of {list(tensor.shape)} {tensor.dtype} does not fit {list(self.theta.shape)}")
         return tensor.to(self.theta.device)
-
-
-def shard_kind(mode: TrainingMode) -> type[ModelShard]:
-    """Return the kind of shard that a training mode needs."""
-    return ModelShard if mode.groups is None else GroupedShard

@@ -5,8 +5,8 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psservice.model.wagma.group_rounds import Frozen, GroupRounds
-from psservice.model.wagma.schedule import GroupSettings
+from psservice.model.training_mode import GroupSettings
+from psservice.wagma.group_rounds import Frozen, GroupRounds
 from tests.psservice.shard_makers import Clock
 
 PAIRS = GroupSettings(size=2, tau=3)

@@ -1,1 +1,0 @@
-"""WAGMA-SGD on the server (Li et al., IEEE TPDS 2021): schedule, rounds, replicas."""

@@ -1,0 +1,1 @@
+"""WAGMA-SGD: a model for each worker, averaged in groups; for runs of that method only."""
