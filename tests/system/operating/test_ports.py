@@ -38,7 +38,8 @@ def test_ports_that_nobody_has_named_are_never_those_that_somebody_names():
 
 
 def test_a_server_that_was_killed_finds_its_port_beside_one_that_started_meanwhile():
-    with LocalServer(listen=f"127.0.0.1:{free_ports(1)[0]}", **UNNAMED) as first:
+    named = [f"127.0.0.1:{port}" for port in free_ports(3)]  # any server may take one that nobody has named
+    with LocalServer(listen=named[0], health_listen=named[1], metrics_listen=named[2]) as first:
         first.processes[0].send_signal(signal.SIGKILL)
         first.processes[0].wait(60)
         with LocalServer(**UNNAMED) as second:
