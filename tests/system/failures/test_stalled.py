@@ -223,8 +223,8 @@ def test_a_horde_of_tiny_chunks_is_refused(start):
 
     def horde():
         yield header(worker)
-        for first in range(worker.size):
-            yield chunk(worker, first, 1)
+        for first in range(0, worker.size, 50):
+            yield pb.PushSparseRequest(chunks=[dense_chunk(ONE, first + each) for each in range(50)])
 
     with pytest.raises(grpc.RpcError, match="larger chunks") as caught:
         next(worker.stub.PushSparse(horde(), timeout=TIMEOUT))
