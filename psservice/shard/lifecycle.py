@@ -81,10 +81,9 @@ def end_left_workers(shard: Shard) -> None:
             "lease ended: worker is taken for dead",
             extra={"worker": member.identity.worker_id, "last_step": member.last_step},
         )
-    for worker in shard.state.workers:
-        if not shard.leases.is_live(worker.identity):
-            commit_or_warn(shard, rec.Left(worker=worker_of(worker.identity)))
-            shard.tell_shards()
+    for worker in shard.leases.without(shard.state.workers):
+        commit_or_warn(shard, rec.Left(worker=worker_of(worker.identity)))
+        shard.tell_shards()
 
 
 def commit_or_warn(shard: Shard, record: Record) -> None:

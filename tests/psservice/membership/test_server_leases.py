@@ -16,8 +16,10 @@ ANNA, ANNA_AGAIN, BERT = Identity("anna", "1"), Identity("anna", "2"), Identity(
 class Clock:
     def __init__(self):
         self.now = 100.0
+        self.readings = 0
 
     def __call__(self):
+        self.readings += 1
         return self.now
 
 
@@ -78,6 +80,19 @@ def test_asking_whether_one_lives_renews_nothing(world):
         world.members.is_live(ANNA)
         world.members.members()
     assert not world.members.is_live(ANNA)
+
+
+def test_workers_without_a_lease_are_found_at_one_reading_of_the_clock(world):
+    crowd = [Identity(f"worker-{number}", "1") for number in range(50)]
+    for identity in crowd:
+        world.join(identity)
+    world.join(ANNA)
+    world.clock.now += LEASE
+    world.join(ANNA_AGAIN)
+    readings = world.clock.readings
+    workers = [Worker(identity) for identity in (*crowd, ANNA, ANNA_AGAIN, BERT)]
+    assert [worker.identity for worker in world.members.without(workers)] == [*crowd, ANNA, BERT]
+    assert world.clock.readings == readings + 1
 
 
 def test_the_end_frees_what_is_kept_and_is_told_once(world):
