@@ -7,7 +7,7 @@ the lease's end.
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pscore.wire.errors import ErrorCode, Rejected
@@ -209,12 +209,6 @@ class Leases:
         with self._lock:
             return self._find(identity, self.clock()) is not None
 
-    def without(self, workers: Iterable[Worker]) -> list[Worker]:
-        """Return those of some workers that have no lease; every join asks this of all, so it asks the clock once."""
-        with self._lock:
-            self._drop_ended(self.clock())
-            return [worker for worker in workers if not self._has(worker)]
-
     def members(self) -> list[Member]:
         """Return the live members by name."""
         with self._lock:
@@ -295,10 +289,6 @@ class Leases:
     def _find(self, identity: Identity, now: float) -> Member | None:
         member = self._named(identity.worker_id, now)
         return member if member is not None and member.identity == identity else None
-
-    def _has(self, worker: Worker) -> bool:
-        member = self._members.get(worker.identity.worker_id)
-        return member is not None and (member.worker is worker or member.identity == worker.identity)
 
     def _renewed(self, member: Member, now: float) -> Member:
         member.lease_end = now + self.lease_seconds

@@ -81,9 +81,11 @@ def end_left_workers(shard: Shard) -> None:
             "lease ended: worker is taken for dead",
             extra={"worker": member.identity.worker_id, "last_step": member.last_step},
         )
-    for worker in shard.leases.without(shard.state.workers):
-        commit_or_warn(shard, rec.Left(worker=worker_of(worker.identity)))
-        shard.tell_shards()
+    live = shard.leases.identities()  # at once for all: every join asks
+    for worker in shard.state.workers:
+        if worker.identity not in live:
+            commit_or_warn(shard, rec.Left(worker=worker_of(worker.identity)))
+            shard.tell_shards()
 
 
 def commit_or_warn(shard: Shard, record: Record) -> None:

@@ -1,5 +1,7 @@
 """Joining and uploading: one model, one uploader at a time, and no slow one overwrites the next."""
 
+import threading
+
 import pytest
 import torch
 
@@ -340,6 +342,24 @@ def test_a_model_that_goes_on_with_a_training_is_nobodys_beginning():
     with open_shards() as (shard,):
         upload(shard, ONES, ANNA, join(shard, LAYOUT, has_replica=True).generation, version=7)
         assert loads(shard, CHECKPOINT).load_refused
+
+
+def test_a_join_reads_the_clock_of_leases_as_often_among_many_workers_as_among_few():
+    with serving(LAYOUT, ONES) as shard:
+        clock, readers = shard.leases.clock, []
+
+        def read():
+            readers.append(threading.get_ident())  # the thread of leases reads it, too
+            return clock()
+
+        def readings_of_a_join(name):
+            readers.clear()
+            join(shard, LAYOUT, Identity(name, "1"))
+            return readers.count(threading.get_ident())
+
+        shard.leases.clock = read
+        few, *_, many = [readings_of_a_join(f"worker-{number}") for number in range(50)]
+        assert many == few
 
 
 def test_an_upload_that_reached_one_shard_alone_is_made_good_by_a_replica():
