@@ -4,6 +4,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -19,6 +20,12 @@ from psservice.storage.environment import MACHINE, Environment
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+_TOGETHER_SECONDS = 1e-3
+"""After which the outcomes of jobs that follow one another are told although more jobs wait.
+
+Each outcome wakes a thread, which then competes with this one for Python's lock.
+"""
 
 
 class ApplyThread:
@@ -112,18 +119,33 @@ class ApplyThread:
 
     def _work(self) -> None:
         torch.set_num_threads(self._compute_threads)  # whatever the first thread that computed has set for later ones
+        outcomes: deque[Callable[[], None]] = deque()
+        first_began = 0.0
         while (entry := self._jobs.get()) is not None:
             job, future, submitted = entry
-            self._waited(time.perf_counter() - submitted)
-            run_into(future, job)
+            began = time.perf_counter()
+            self._waited(began - submitted)
+            first_began = first_began if outcomes else began
+            outcomes.append(_outcome(future, job))
             del entry, job, future  # or the thread keeps what they refer to until the next job
+            if self._jobs.empty() or time.perf_counter() > first_began + _TOGETHER_SECONDS:
+                _tell(outcomes)
+        _tell(outcomes)
 
 
 def run_into(future: "Future[Any]", job: Callable[[], Any]) -> None:
     """Run a job here, and leave its result or its error in a future."""
+    _outcome(future, job)()
+
+
+def _outcome(future: "Future[Any]", job: Callable[[], Any]) -> Callable[[], None]:
+    """Run a job here; return what leaves its result or its error in a future."""
     try:
-        result = job()
+        return partial(future.set_result, job())
     except BaseException as error:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+        return partial(future.set_exception, error)
+
+
+def _tell(outcomes: deque[Callable[[], None]]) -> None:
+    while outcomes:
+        outcomes.popleft()()

@@ -1,5 +1,6 @@
-"""A lane's threads. A job goes to the thread that has been idle for the shortest time, and wakes no other."""
+"""A lane's threads: one takes the jobs as long as they are short, and others join it when jobs wait."""
 
+import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -18,15 +19,23 @@ from psservice.storage.environment import Environment
 Result = TypeVar("Result")
 
 _Entry: TypeAlias = "tuple[Callable[[], Any], Future[Any]]"
-_Queue: TypeAlias = "SimpleQueue[_Entry | None]"
+
+_Signal: TypeAlias = "SimpleQueue[bool]"
+"""What an idle thread waits for: ``True`` to look for jobs, ``False`` to end."""
+
+_PATIENCE_SECONDS = 5e-3
+"""Within which a thread must take a job if jobs wait; longer than a job for a message of some kilobytes."""
 
 
 class Pool:
     """Up to ``threads`` threads, which begin when jobs need them.
 
-    Each thread waits at a queue of its own. Threads that share one queue, as those of ``ThreadPoolExecutor`` do, wake
-    each other: whoever takes a job wakes the next one, which finds nothing, and each needs Python's lock for that.
-    torch computes in each of these threads alone: otherwise each would bring a team of OpenMP's threads.
+    Threads that do short jobs side by side compete for Python's lock, and move what they share from core to core. Long
+    jobs run without that lock, or wait for a disk. So a job wakes a thread if none is at work; else it waits for those
+    that are, and another thread joins them if none of them has taken a job within 5 ms. The thread that has
+    been idle for the shortest time is woken first, and wakes no other.
+
+    torch computes in each of these threads alone: otherwise each would bring a team of OpenMP's.
     Without threads in ``environment`` a job runs in the thread of its caller.
 
     Attributes:
@@ -35,57 +44,74 @@ class Pool:
 
     def __init__(self, lane: Lane, threads: int, environment: Environment) -> None:
         self._name, self._most, self._environment = f"rpc-{lane.value}", threads, environment
-        self._threads: list[tuple[threading.Thread, _Queue]] = []
-        self._lock = threading.Lock()  # of the next two
-        self._idle: list[_Queue] = []  # of idle threads, the one that has just ended a job last
+        self._threads: list[tuple[threading.Thread, _Signal]] = []
+        self._lock = threading.Lock()  # of the next three
+        self._idle: list[_Signal] = []  # of idle threads, the one that has just ended a job last
         self._backlog: deque[_Entry] = deque()
+        self._taken = 0  # jobs so far
+        self._taken_before: int | None = None  # when the backlog was last looked at; None if nobody will look again
         self.at_work = 0
 
     def submit(self, job: Callable[[], Result]) -> "Future[Result]":
-        """Queue a job, and return its future; always called by the same thread, and not after :meth:`close`."""
+        """Queue a job, and return its future; always called on the same event loop, and not after :meth:`close`."""
         future: Future[Result] = Future()
         if not self._environment.is_threaded:
             run_into(future, job)
             return future
-        entry = tracing.carried(job), future
         with self._lock:
-            queue = self._idle.pop() if self._idle else None
-            if queue is None and len(self._threads) == self._most:
-                self._backlog.append(entry)
-                return future
-        if queue is None:
-            queue = self._begin()
-        queue.put(entry)
+            self._backlog.append((tracing.carried(job), future))
+            none_at_work = len(self._idle) == len(self._threads)
+        if none_at_work:
+            self._wake_one()
+        elif self._taken_before is None:
+            self._look_later(asyncio.get_running_loop())
         return future
 
     def close(self) -> None:
         """Finish the backlog, and end the threads."""
-        for _, queue in self._threads:
-            queue.put(None)
+        for _, signal in self._threads:
+            signal.put(False)
         for thread, _ in self._threads:
             thread.join()
 
-    def _begin(self) -> "_Queue":
-        """Begin a thread, and return its queue."""
-        queue: _Queue = SimpleQueue()
-        thread = self._environment.start(partial(self._work, queue), f"{self._name}_{len(self._threads)}")
-        assert thread is not None
-        self._threads.append((thread, queue))
-        return queue
+    def _wake_one(self) -> None:
+        """Wake an idle thread, or begin one, as far as there are."""
+        with self._lock:
+            signal = self._idle.pop() if self._idle else None
+        if signal is None and len(self._threads) < self._most:
+            signal = SimpleQueue()
+            thread = self._environment.start(partial(self._work, signal), f"{self._name}_{len(self._threads)}")
+            assert thread is not None
+            self._threads.append((thread, signal))
+        if signal is not None:
+            signal.put(True)
 
-    def _work(self, queue: "_Queue") -> None:
+    def _look_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._taken_before = self._taken
+        loop.call_later(_PATIENCE_SECONDS, self._look, loop)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Have another thread join those at work if jobs wait and none was taken since the last look."""
+        if not self._backlog:
+            self._taken_before = None
+            return
+        if self._taken == self._taken_before:
+            self._wake_one()
+        self._look_later(loop)
+
+    def _work(self, signal: "_Signal") -> None:
         torch.set_num_threads(1)
-        while (entry := queue.get()) is not None:
-            while entry is not None:
+        while signal.get():
+            while (entry := self._next(signal)) is not None:
                 job, future = entry
                 run_into(future, job)
                 del entry, job, future  # or the thread keeps what they refer to until the next job
-                entry = self._next(queue)
 
-    def _next(self, queue: "_Queue") -> "_Entry | None":
+    def _next(self, signal: "_Signal") -> "_Entry | None":
         """Return a job that waits; ``None`` if the thread is idle."""
         with self._lock:
             if self._backlog:
+                self._taken += 1
                 return self._backlog.popleft()
-            self._idle.append(queue)
+            self._idle.append(signal)
             return None

@@ -121,8 +121,12 @@ def test_torch_computes_alone_in_a_lanes_threads_and_with_all_threads_on_the_app
     pool = Pool(Lane.WORK, 2, MACHINE)
     try:
         together = threading.Barrier(2)
-        jobs = [pool.submit(lambda: (together.wait(30), torch.get_num_threads())[1]) for _ in range(2)]
-        assert [job.result(30) for job in jobs] == [1, 1]
+
+        async def in_the_lane():
+            jobs = [pool.submit(lambda: (together.wait(30), torch.get_num_threads())[1]) for _ in range(2)]
+            return await asyncio.gather(*map(asyncio.wrap_future, jobs))
+
+        assert asyncio.run(in_the_lane()) == [1, 1]
         apply_thread = ApplyThread()
         assert apply_thread.run(torch.get_num_threads) == 3
         apply_thread.close()
