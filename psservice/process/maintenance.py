@@ -1,18 +1,21 @@
-"""Maintenance beside serving: compile the loops before the first push, and return freed memory to the system."""
+"""Maintenance beside serving: compile loops that are worth it, and return freed memory to the system."""
 
 import ctypes
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 
+from pscore import jit
 from psservice.warmup import warm_up
 
 log = logging.getLogger("psservice")
 
 TRIM_SECONDS = 3.0
-_POLL_SECONDS = 0.1
+_POLL_SECONDS = 0.25  # until the loops are compiled
 _WORTH_COMPILING = 65_536
+_MANY_ENTRIES = 1 << 18  # that Python has run loops over: many workers of a small model; about 0.3 s of CPU
 _MALLOC_OPTIONS = {"MALLOC_TRIM_THRESHOLD_": (-1, 64 << 20), "MALLOC_MMAP_THRESHOLD_": (-3, 32 << 20)}
 """glibc's options by the environment variable of each: the number in malloc.h, bytes."""
 
@@ -20,7 +23,8 @@ _MALLOC_OPTIONS = {"MALLOC_TRIM_THRESHOLD_": (-1, 64 << 20), "MALLOC_MMAP_THRESH
 class MaintenanceThread:
     """A thread that starts at once; ``size`` returns the number of elements of the model, 0 until it is uploaded.
 
-    Compiling earlier would slow the upload, and the first push comes a gradient later.
+    It compiles the loops of a large model before the first push. Compiling earlier would slow the upload, and the first
+    push comes a gradient later. Those of a small model it compiles if they have run as Python for long.
     """
 
     def __init__(self, size: Callable[[], int]) -> None:
@@ -36,17 +40,17 @@ class MaintenanceThread:
 
     def _work(self) -> None:
         _keep_freed_memory()
-        while not self._size():
-            if self._stop.wait(_POLL_SECONDS):
-                return
-        if self._size() >= _WORTH_COMPILING:
-            try:
-                warm_up()
-            except Exception:  # the first push meets the same error, and answers with it
-                log.exception("the loops could not be compiled ahead")
-        trim = _malloc_trim()
-        while trim is not None and not self._stop.wait(TRIM_SECONDS):
-            trim()
+        trim, trimmed, compiled = _malloc_trim(), time.monotonic(), False
+        while not self._stop.wait(TRIM_SECONDS if compiled else _POLL_SECONDS):
+            if not compiled and (self._size() >= _WORTH_COMPILING or jit.run_as_python() > _MANY_ENTRIES):
+                compiled = True
+                try:
+                    warm_up()
+                except Exception:  # the first push meets the same error, and answers with it
+                    log.exception("the loops could not be compiled ahead")
+            if trim is not None and time.monotonic() - trimmed >= TRIM_SECONDS:
+                trim()
+                trimmed = time.monotonic()
 
 
 def _keep_freed_memory() -> None:

@@ -24,7 +24,7 @@ _Signal: TypeAlias = "SimpleQueue[bool]"
 """What an idle thread waits for: ``True`` to look for jobs, ``False`` to end."""
 
 _PATIENCE_SECONDS = 5e-3
-"""Within which a thread must take a job if jobs wait; longer than a job for a message of some kilobytes."""
+"""Within which a thread must take a job if jobs wait, for each thread at work; longer than a job of some kilobytes."""
 
 
 class Pool:
@@ -32,7 +32,7 @@ class Pool:
 
     Threads that do short jobs side by side compete for Python's lock, and move what they share from core to core. Long
     jobs run without that lock, or wait for a disk. So a job wakes a thread if none is at work; else it waits for those
-    that are, and another thread joins them if none of them has taken a job within 5 ms. The thread that has
+    that are, and another thread joins n of them if they have taken none for n times 5 ms. The thread that has
     been idle for the shortest time is woken first, and wakes no other.
 
     torch computes in each of these threads alone: otherwise each would bring a team of OpenMP's.
@@ -88,7 +88,7 @@ class Pool:
 
     def _look_later(self, loop: asyncio.AbstractEventLoop) -> None:
         self._taken_before = self._taken
-        loop.call_later(_PATIENCE_SECONDS, self._look, loop)
+        loop.call_later(_PATIENCE_SECONDS * (len(self._threads) - len(self._idle)), self._look, loop)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         """Have another thread join those at work if jobs wait and none was taken since the last look."""

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from pscore import jit
 from psservice.process import maintenance
 
 
@@ -34,9 +35,34 @@ def test_a_failing_warm_up_is_logged_and_no_more(monkeypatch, caplog):
 def test_a_small_model_compiles_nothing_and_an_unknown_one_is_waited_for(monkeypatch):
     monkeypatch.setattr(maintenance, "warm_up", lambda: pytest.fail("compiled"))
     monkeypatch.setattr(maintenance, "_malloc_trim", lambda: None)
+    monkeypatch.setattr(jit, "run_as_python", lambda: 1000)
     for size in (0, 100):
         thread = maintenance.MaintenanceThread(lambda size=size: size)
         thread.close()
+
+
+def test_a_small_model_of_many_workers_is_compiled_once_loops_have_run_as_python_for_long(monkeypatch):
+    compiled, looked = threading.Event(), threading.Event()
+
+    @jit.compiled
+    def loop(entries):
+        return entries
+
+    def size():
+        looked.set()
+        return 100
+
+    before = jit.run_as_python()
+    monkeypatch.setattr(maintenance, "_MANY_ENTRIES", before + 1000)
+    monkeypatch.setattr(maintenance, "warm_up", compiled.set)
+    thread = maintenance.MaintenanceThread(size)
+    assert looked.wait(60)
+    assert not compiled.is_set()
+    for _ in range(11):
+        assert loop.on(100)(7) == 7
+    assert jit.run_as_python() >= before + 1000
+    assert compiled.wait(60)
+    thread.close()
 
 
 def test_a_c_library_without_trimming_is_no_reason_to_fail(monkeypatch):
