@@ -11,8 +11,8 @@ from benchmarks.campaign import worker  # noqa: F401
 from benchmarks.campaign.tasks import TASKS
 from psclient.compress.gradients import finite
 from psclient.compress.groups import ParamGroups
+from psclient.compress.host_table import Choice
 from psclient.compress.selector import Grouping, Selector
-from psclient.compress.table import Choice
 from psclient.model.module import describe
 from psclient.model.replica import Replica
 from psclient.optim.dgs import METHOD

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from psclient.compress.gradients import Gradients, Scale
-from psclient.compress.memories import Memories
-from psclient.compress.table import Choice, Filled, Places, Rule, Sent
+from psclient.compress.host_table import Choice, Filled, Places, Rule, Sent
+from psclient.compress.residuals import Memories
 from psclient.report import StepReport
 from pscore.model.layout import ModelLayout
 from pscore.model.sparse_slice import SparseSlice

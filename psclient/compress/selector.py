@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from psclient.compress.device_table import DeviceTable
 from psclient.compress.gradients import Gradients, Scale
 from psclient.compress.groups import ParamGroups
-from psclient.compress.memories import Memories
+from psclient.compress.host_table import Choice, Places, Rule, Sent, Table, WholeBuffer
 from psclient.compress.method import Method, State
-from psclient.compress.table import Choice, Places, Rule, Sent, Table, WholeBuffer
+from psclient.compress.residuals import Memories
 from psclient.errors import UpdateOverflowError
 from psclient.model.module import TrainedModel
 from psclient.model.scatter import scatter

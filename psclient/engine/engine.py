@@ -15,9 +15,9 @@ import torch
 
 from psclient.compress.gradients import Gradients, PushedGradients, Scale, finite, refuse_unsound, require_trainable
 from psclient.compress.groups import ParamGroups, Rates
+from psclient.compress.host_table import Choice, Sent
 from psclient.compress.method import Method, State
 from psclient.compress.selector import Grouping, Selector
-from psclient.compress.table import Choice, Sent
 from psclient.engine import sigterm
 from psclient.engine.lifecycle import Lifecycle
 from psclient.engine.mgs import LayerDensity, MergedGradients

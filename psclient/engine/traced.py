@@ -2,7 +2,7 @@
 
 from psclient.compress.gradients import Gradients, Scale
 from psclient.compress.groups import Rates
-from psclient.compress.table import Sent
+from psclient.compress.host_table import Sent
 from psclient.engine.engine import Engine, PushOutcome, Replies
 from psclient.report import StepReport
 from psclient.rpc.shard_stream import ShardStream

@@ -20,7 +20,7 @@ from psservice.model.copies import TensorCopy
 from psservice.model.parameters import ModelShard
 from psservice.model.training_mode import TrainingMode
 from psservice.observability.metrics import Metrics
-from psservice.rounds.shard import RoundShard
+from psservice.rounds.round_shard import RoundShard
 from psservice.rules.base import RuleState
 from psservice.settings import ServerSettings, ShardSettings
 from psservice.state.histories import Histories

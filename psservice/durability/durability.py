@@ -19,8 +19,8 @@ from psservice.durability.capture import Capture, DurableShard, capture
 from psservice.durability.checkpoints import Checkpoints, new_id, place_of
 from psservice.durability.earlier_models import replay_to
 from psservice.durability.record_log import RecordLog, or_not_durable
-from psservice.durability.refusal import or_storage_error
 from psservice.durability.replay import Past
+from psservice.durability.storage_error import or_storage_error
 from psservice.model.parameters import ModelShard
 from psservice.state.state import ShardState
 from psservice.storage.datadir import DataDir

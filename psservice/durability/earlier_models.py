@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from pscore.model import modelfile
-from psservice.durability.refusal import or_storage_error
 from psservice.durability.replay import Past
+from psservice.durability.storage_error import or_storage_error
 from psservice.settings import ShardSettings
 from psservice.storage.files import DISK, Files, StorageError
 from psservice.storage.lock_file import Watermark

@@ -11,7 +11,7 @@ from pscore.model.layout import ModelLayout, digest_of
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.data_leases.dataset import Datasets
 from psservice.durability.earlier_models import replay_shards, state_of
-from psservice.durability.refusal import or_storage_error
+from psservice.durability.storage_error import or_storage_error
 from psservice.rules.base import PortableState
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pscore.wire.errors import ErrorCode
 from psservice.awaiting import NotYetError
-from psservice.rounds.shard import RoundShard
+from psservice.rounds.round_shard import RoundShard
 from psservice.state.v1 import journal_pb2 as rec
 from psservice.synchronizer import Synchronizer
 

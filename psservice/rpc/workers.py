@@ -36,12 +36,13 @@ from psservice.rpc.calls import Call, LastStep, require_place
 from psservice.rpc.charges import largest_stream
 from psservice.rpc.status import REPLY_MODES, run_settings
 from psservice.shard import model_install
-from psservice.shard.buffers_and_samples import exchange_buffers, lease_samples, open_exchange
+from psservice.shard.buffers import exchange_buffers, open_exchange
 from psservice.shard.following import RUN_STATES
 from psservice.shard.join import JoinLayouts, hear_of_shards, join, leave
 from psservice.shard.lifecycle import close_rounds_after_leave
 from psservice.shard.pull import pull
 from psservice.shard.push import check_push, prepare_push
+from psservice.shard.samples import lease_samples
 from psservice.shard.shard import Shard
 from psservice.shard.upload import Upload
 from psservice.shard.wait_for_all import is_over, wait_for_all

@@ -9,7 +9,7 @@ import torch
 
 from pscore.wire.errors import Rejected
 from psservice.durability.initial_model import read_initial
-from psservice.durability.refusal import or_storage_error
+from psservice.durability.storage_error import or_storage_error
 from psservice.observability.metrics import Metrics
 from psservice.settings import ServerSettings
 from psservice.shard.model_install import forget_upload

@@ -27,7 +27,7 @@ from psservice.model.parameters import ModelShard
 from psservice.observability.metrics import Metrics
 from psservice.replies.reply_mode import ReplyRule
 from psservice.replies.topk import TopKSettings
-from psservice.rounds.shard import RoundShard
+from psservice.rounds.round_shard import RoundShard
 from psservice.rounds.synchronizer import RoundSynchronizer
 from psservice.settings import ServerSettings
 from psservice.shard.upload import Uploads

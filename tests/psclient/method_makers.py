@@ -7,8 +7,8 @@ import torch
 
 from psclient.compress.gradients import Gradients
 from psclient.compress.groups import ParamGroups
+from psclient.compress.host_table import Choice
 from psclient.compress.selector import Selector
-from psclient.compress.table import Choice
 from psclient.model.module import describe
 from psclient.optim import asgd, dgc, dgs, gradient_dropping
 from psclient.optim.asgd import METHOD as ASGD

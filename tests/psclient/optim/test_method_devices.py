@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from psclient.compress.table import Choice
+from psclient.compress.host_table import Choice
 from psclient.optim.dgc import METHOD as DGC
 from psclient.optim.dgs import METHOD as DGS
 from psclient.optim.gradient_dropping import METHOD as DROPPING

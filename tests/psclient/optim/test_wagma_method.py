@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import psclient
-from psclient.compress.table import Choice
+from psclient.compress.host_table import Choice
 from psclient.errors import ConfigurationError
 from psclient.optim.wagma import METHOD
 from pscore.selection import SELECTORS

@@ -10,7 +10,7 @@ from pscore.model.buffers import pack
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode
 from psservice.shard import lifecycle
-from psservice.shard.buffers_and_samples import exchange_buffers
+from psservice.shard.buffers import exchange_buffers
 from psservice.shard.lifecycle import finish
 from psservice.shard.rollback import roll_back
 from psservice.state.run import RunState

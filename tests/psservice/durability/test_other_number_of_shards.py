@@ -12,8 +12,8 @@ from pscore.model.sparse_slice import SparseSlice
 from psservice.data_leases.dataset import Plan, SampleRequest
 from psservice.rules.base import PieceState
 from psservice.rules.torch_optimizer import reshard
-from psservice.shard.buffers_and_samples import lease_samples
 from psservice.shard.push import prepare_push
+from psservice.shard.samples import lease_samples
 from psservice.storage.files import StorageError
 from tests.psservice.service_makers import F32, layout_of
 from tests.psservice.shard_makers import ANNA, BERT, join, open_shards, present, push_of, upload

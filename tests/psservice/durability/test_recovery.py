@@ -17,7 +17,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.observability.metrics import Metrics
 from psservice.settings import ServerSettings
 from psservice.shard import shard
-from psservice.shard.buffers_and_samples import exchange_buffers
+from psservice.shard.buffers import exchange_buffers
 from psservice.shard.join import leave
 from psservice.shard.lifecycle import finish, open_shard
 from psservice.shard.push import prepare_push

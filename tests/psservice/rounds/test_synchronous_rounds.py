@@ -16,12 +16,12 @@ from pscore.wire.errors import ErrorCode
 from psservice.data_leases.dataset import Plan, SampleRequest
 from psservice.model.training_mode import RoundSettings
 from psservice.observability.metrics import Metrics
-from psservice.rounds.open_round import SynchronousRound
+from psservice.rounds.round import SynchronousRound
 from psservice.rules.base import PushContext
 from psservice.settings import ServerSettings
-from psservice.shard.buffers_and_samples import lease_samples
 from psservice.shard.join import leave
 from psservice.shard.lifecycle import finish, open_shard
+from psservice.shard.samples import lease_samples
 from psservice.state.run import RunState
 from psservice.storage.environment import Environment
 from psservice.values import Identity

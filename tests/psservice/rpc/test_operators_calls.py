@@ -15,10 +15,11 @@ from psservice.data_leases.dataset import Plan, SampleRequest
 from psservice.membership.admission import DrainGate
 from psservice.rpc.calls import handlers_of
 from psservice.rpc.operators import OperatorCalls
-from psservice.shard.buffers_and_samples import lease_samples, open_exchange
+from psservice.shard.buffers import open_exchange
 from psservice.shard.join import evict
 from psservice.shard.model_install import open_upload
 from psservice.shard.push import check_push
+from psservice.shard.samples import lease_samples
 from psservice.storage.files import Files
 from psservice.values import Identity
 from tests.hostile.service import Ended, called

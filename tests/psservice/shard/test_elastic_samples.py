@@ -8,11 +8,11 @@ from pscore.model.ranges import Ranges
 from pscore.wire.errors import ErrorCode
 from psservice.data_leases.codec import share_to_messages
 from psservice.data_leases.dataset import Plan, SampleRequest
-from psservice.shard.buffers_and_samples import lease_samples
 from psservice.shard.join import leave
 from psservice.shard.lifecycle import finish as finish_run
 from psservice.shard.push import prepare_push
 from psservice.shard.rollback import roll_back
+from psservice.shard.samples import lease_samples
 from psservice.state.stream_readers import read_all, read_push
 from psservice.values import Identity
 from tests.psservice.durability.test_recovery import Shard, after_a_crash, begin, stream

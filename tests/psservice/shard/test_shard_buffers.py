@@ -6,7 +6,7 @@ import torch
 from pscore.model.buffers import pack
 from pscore.model.layout import TensorSpec
 from pscore.wire.errors import ErrorCode
-from psservice.shard.buffers_and_samples import exchange_buffers
+from psservice.shard.buffers import exchange_buffers
 from psservice.shard.join import leave
 from tests.psservice.service_makers import F32, layout_of
 from tests.psservice.shard_makers import (

@@ -23,11 +23,12 @@ from psservice.data_leases.dataset import Plan, SampleRequest
 from psservice.durability.capture import capture
 from psservice.observability.metrics import Metrics
 from psservice.settings import ServerSettings
-from psservice.shard.buffers_and_samples import exchange_buffers, lease_samples
+from psservice.shard.buffers import exchange_buffers
 from psservice.shard.join import hear_of_shards, leave
 from psservice.shard.lifecycle import end_leases, finish, open_shard
 from psservice.shard.push import check_push, prepare_push
 from psservice.shard.rollback import roll_back
+from psservice.shard.samples import lease_samples
 from psservice.shard.wait_for_all import wait_for_all
 from psservice.state.records import KINDS, kind_of
 from psservice.state.stream_readers import read_all, read_push

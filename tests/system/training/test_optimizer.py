@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import psclient
-from psclient.compress.table import Choice
+from psclient.compress.host_table import Choice
 from psclient.engine import engine, lifecycle
 from psclient.errors import (
     ConfigurationError,

@@ -7,7 +7,7 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.telemetry.tracing import traced
 from pscore.wire.errors import Rejected
 from psservice.model.parameters import ModelPart, ModelShard
-from psservice.rounds.open_round import SynchronousRound
+from psservice.rounds.round import SynchronousRound
 from psservice.rules.base import PLAIN, PushContext
 from psservice.rules.changed import changed_by
 

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from psclient.compress.gradients import Gradients
-from psclient.compress.memories import Memories
 from psclient.compress.method import Recurrence
+from psclient.compress.residuals import Memories
 from psclient.report import StepReport
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice

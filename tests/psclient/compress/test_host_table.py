@@ -12,8 +12,8 @@ from torch import nn
 
 from psclient.compress.gradients import Gradients, finite
 from psclient.compress.groups import ParamGroups
+from psclient.compress.host_table import Choice
 from psclient.compress.selector import Selector
-from psclient.compress.table import Choice
 from psclient.engine.engine import joined
 from psclient.errors import ModelChangedError, NonFiniteGradientError, UpdateOverflowError
 from psclient.model.module import describe
