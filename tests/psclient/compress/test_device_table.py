@@ -10,8 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 pytest.importorskip("triton")
 
-from tests.psclient.compress.test_table import HYPER, METHODS, Model, same
-
 import psclient
 from psclient.compress.gradients import finite, norms, refuse_unsound
 from psclient.errors import NonFiniteGradientError, UpdateOverflowError
@@ -25,6 +23,7 @@ from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.selection.cuda import launches as cuda
 from pscore.selection.cuda.launches import DeviceKernels, UnsoundError
+from tests.psclient.compress.test_host_table import HYPER, METHODS, Model, same
 from tests.pscore.kernel_makers import DEVICE, randn
 
 SHAPES = [(3,), (30, 40), (7,), (2000,), (50, 9)]
