@@ -16,8 +16,9 @@ ROOT = Path(__file__).parent.parent
 
 def planned(target, venv, *variables):
     command = ["make", "--dry-run", target, f"VENV={venv}", *variables]
-    ours = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES")}
-    run = subprocess.run(command, cwd=ROOT, env=ours, capture_output=True, text=True, timeout=60, check=True)
+    of_make = {"MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "ARGS"}  # the tests may be run by `make test ARGS=…`
+    environment = {name: value for name, value in os.environ.items() if name not in of_make}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True)
     return run.stdout
 
 
