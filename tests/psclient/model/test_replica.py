@@ -236,3 +236,16 @@ def test_a_digest_tells_values_from_others_wherever_they_lie(dtype):
     nearly = values.clone()
     nearly[1, 2] = torch.nextafter(nearly[1, 2].float(), torch.tensor(9.0)) if dtype == torch.float32 else 9.0
     assert replica_of(nearly, torch.zeros(0), torch.zeros(())).digest() != digest
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_value_that_is_not_finite_is_found_wherever_it_is(dtype, bad):
+    for size in (1, 7, 33, 1000):
+        for place in {0, size // 2, size - 1}:
+            good, other = torch.randn(5, 3).to(dtype).t(), torch.randn(size).to(dtype)
+            replica = replica_of(good, torch.empty(0, dtype=dtype), other)
+            assert replica.not_finite() is None
+            with torch.no_grad():
+                replica.parameters[2][place] = bad
+            assert replica.not_finite() == "p2"
