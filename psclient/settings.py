@@ -221,9 +221,9 @@ def worker_index(worker: str | None = None) -> int:
         return 0
     found = f"the name {settings.worker!r} does not end in a number" if settings.worker else "there is no name"
     raise ConfigurationError(
-        f"nothing says which of the workers this is, {found}: give each one that does, PSCLIENT_WORKER=trainer-0, "
-        'trainer-1 and so on, or worker_index("trainer-0") where it stands in the code; or start them with torchrun, '
-        "Slurm or Kubernetes"
+        f"this process cannot tell which of the workers it is: {found}. Start the first with "
+        "PSCLIENT_WORKER=trainer-0, the next with PSCLIENT_WORKER=trainer-1 and so on, or write "
+        'worker_index("trainer-0"); torchrun, Slurm and Kubernetes number their workers themselves'
     )
 
 

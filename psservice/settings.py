@@ -236,7 +236,7 @@ def split_address(address: str) -> tuple[str, int]:
     """Split ``HOST:PORT`` (``[::1]:50051`` for IPv6); raises ``ValueError`` if it is not of that form."""
     host, separator, port = address.rpartition(":")
     if not separator or not host or not port.isdigit():
-        raise ValueError(f"{address!r} is not HOST:PORT")
+        raise ValueError(f"{address!r} is not HOST:PORT, as 127.0.0.1:50051 is")
     return host.strip("[]"), int(port)
 
 

@@ -1,5 +1,6 @@
 """Elastic data: a sampler whose samples are leased from the server, so that workers may come and go within an epoch."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sized
@@ -19,6 +20,8 @@ from psclient.whole_numbers import whole_number
 from pscore.model.ranges import Ranges
 from pscore.wire.messages import share_to_messages
 from pscore.wire.v1 import parameter_server_pb2 as pb
+
+log = logging.getLogger("psclient")
 
 _MOST_SIZE, _MOST_LEASE, _MOST_SEED = 1 << 48, 1 << 24, 1 << 64
 _COMPUTED_AT_ONCE = 1024  # places whose samples are
@@ -102,18 +105,26 @@ class ElasticSampler(Sampler[int]):
             SparsepsError: as :meth:`__iter__`.
         """
         goal = self._lease(None).epoch if self._goal is None else self._goal
+        is_first, yields = self._goal is None, False
         while goal < count:
             pushed = self._push_all()
             more = self._await_samples(goal)
             if (pushed or self._optimizer._rounds is not None) and not self._optimizer.finished:
                 self._optimizer.pull()  # the flushed residuals, and the rounds of workers that had more samples
             if more:
-                self._goal = goal
+                self._goal, yields = goal, True
                 yield goal
             elif self._optimizer.finished:
                 return
             else:
                 goal += 1
+        if is_first and not yields:
+            log.warning(
+                "epochs(%d) has yielded nothing: all samples of dataset %r were trained so often before, in this run. "
+                "Ask for more epochs, or for a new run start a server with another --data-dir, or without one",
+                count,
+                self._dataset,
+            )
 
     def __iter__(self) -> Iterator[int]:
         """Draw this worker's samples until nothing of the epoch is left to hand out; the next pass is the next epoch.

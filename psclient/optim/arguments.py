@@ -64,6 +64,9 @@ class Options(RoundsOptions, OverlapOptions, total=False):
     """Arguments of a method that pushes gradients, in rounds if it is asked to."""
 
 
+_OTHERS_NAMES = {"learning_rate": "lr"}
+"""Arguments as other libraries call them."""
+
 _UNITS = {"versions": "", "samples": " samples"}
 
 
@@ -78,8 +81,9 @@ def unknown_argument(kind: type, base: type, name: str) -> UnknownArgumentError:
     own = inspect.signature(kind).parameters.keys() - {"connection"}
     common = inspect.signature(base).parameters.values()
     known = own | {each.name for each in common if each.kind is each.KEYWORD_ONLY}
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    near = difflib.get_close_matches(_OTHERS_NAMES.get(name, name), known, 1)
+    takes = ", ".join(each for each in inspect.signature(kind).parameters if each != "connection")
+    hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {takes}, and what every method takes"
     return UnknownArgumentError(f"{kind.__name__}() got an unexpected keyword argument {name!r}{hint}")
 
 

@@ -186,6 +186,14 @@ class Run:
             self.joined_version,
             "its model was uploaded" if self.coordinator.has_base else "the server's parameters are taken over",
         )
+        trained_before = self.joined_version > 0 and self.live_workers <= 1 and not self.coordinator.has_base
+        if trained_before and not self.run_finished:
+            log.warning(
+                "this worker goes on with run %s, which others have trained to version %d and left: its parameters are "
+                "the server's now. For a new run start a server with another --data-dir, or without one",
+                shown(self.identity.run_id),
+                self.joined_version,
+            )
         if self.run_finished:
             log.warning(
                 "run %s is finished, at version %d: nothing more is trained here; for another run start a server with "
@@ -293,7 +301,12 @@ class Run:
 
     def _note(self, first: pb.JoinResponse) -> None:
         if self.identity.run_id != first.run_id and self.joins:
-            log.warning("the server now serves run %s; going on there", shown(first.run_id))
+            log.warning(
+                "the server now serves run %s: it was started again without the data of the run before. This worker "
+                "goes on there, with the model that a worker uploads; what others had pushed may be lost "
+                "(docs/operate/durability.md)",
+                shown(first.run_id),
+            )
         self.identity.run_id = first.run_id
         self.run_settings = first.settings
         self.leases.renewal_seconds = max(0.1, first.settings.lease_seconds / 3)

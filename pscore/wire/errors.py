@@ -22,6 +22,9 @@ DOMAIN = "sparseps"
 """``domain`` of the ``google.rpc.ErrorInfo`` that carries a reason."""
 
 
+_ANOTHER_RUN = "for another run start a server with another --data-dir, or without one"
+
+
 class ErrorCode(Enum):
     """A reason, the name of its gRPC status code, and what to do about it."""
 
@@ -31,8 +34,8 @@ class ErrorCode(Enum):
     BAD_REQUEST = ("INVALID_ARGUMENT", "correct what the message names")
     UNKNOWN_CODEC = ("UNIMPLEMENTED", "choose a codec that this server knows, or upgrade it")
     UNKNOWN_PROTOCOL = ("UNIMPLEMENTED", "use releases with the same protocol version on workers and servers")
-    FINGERPRINT_MISMATCH = ("FAILED_PRECONDITION", "build the same model on every worker")
-    SETTINGS_MISMATCH = ("FAILED_PRECONDITION", "give every worker the same method and settings")
+    FINGERPRINT_MISMATCH = ("FAILED_PRECONDITION", f"build the same model on every worker; {_ANOTHER_RUN}")
+    SETTINGS_MISMATCH = ("FAILED_PRECONDITION", f"give every worker the same method and settings; {_ANOTHER_RUN}")
     SHARD_MISMATCH = ("FAILED_PRECONDITION", "list every shard's address once, in the order of --shard-index")
     NOT_INITIALISED = ("FAILED_PRECONDITION", "start a worker, which uploads its model, or give the server --init")
     STALE_GENERATION = ("FAILED_PRECONDITION", "the model was uploaded anew; join again and pull")

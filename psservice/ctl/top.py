@@ -57,6 +57,7 @@ def _single(clients: ShardClients, options: Namespace) -> int:
     else:
         console = render.new_console()
         console.print(frame(fleet, rates, console.width))
+        render.say_errors(fleet.unreached)
     return exit_status(fleet.shards)
 
 
@@ -135,6 +136,7 @@ def frame(fleet: Fleet, rates: dict[str, Rates], columns: int, lines: int | None
     below = [*render.lost_lines(fleet), *render.evicted_lines(fleet)]
     hidden = 0
     if lines is not None:
+        below += [render.cell(str(each.error), "red") for each in fleet.unreached]
         taken = 1 + len(fleet.shards) + 2 * _TABLE_LINES + len(below) + 1  # headline, shards, workers' table, one below
         hidden = max(0, len(workers) - max(_FEWEST_WORKERS_SHOWN, lines - taken))
     if hidden:
@@ -149,13 +151,19 @@ def _headline(fleet: Fleet, workers: int) -> Text:
     first = next(iter(fleet.reached.values()), None)
     text = Text(no_wrap=True, overflow="ellipsis")
     if first is None:
-        return text.append("no shard answers", "bold red")
+        refused = any(each.error is not None and each.error.refused for each in fleet.unreached)
+        return text.append("this command is refused" if refused else "no shard answers", "bold red")
     text.append(escaped(f"run {first.run_id or '–'}"), "bold")
     text.append(
         f"  {escaped(first.method) or 'no method yet'}, {first.parameters:,} parameters, "
-        f"{len(fleet.reached)} of {first.num_shards} shards, {workers} workers, {first.samples:,} samples"
+        f"{len(fleet.reached)} of {_counted(first.num_shards, 'shard')}, {_counted(workers, 'worker')}, "
+        f"{first.samples:,} samples"
     )
     return text
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number != 1)
 
 
 _FIGURES = ("version", "pushes/s", "up/s", "down/s", "saved", "queue", "snapshot")

@@ -84,10 +84,11 @@ def test_a_copy_is_refused_as_copy_refuses_what_it_cannot_copy(server):
     ("method", "unknown", "said"),
     [
         (psclient.DGS, "momentun", r"DGS\(\) got an unexpected keyword argument 'momentun'; did you mean 'momentum'\?"),
+        (psclient.DGC, "learning_rate", r"'learning_rate'; did you mean 'lr'\?"),
         (psclient.DGS, "on_laod", r"DGS\(\) .* 'on_laod'; did you mean 'on_load'\?"),
-        (psclient.ASGD, "density", r"ASGD\(\) got an unexpected keyword argument 'density'$"),
-        (psclient.SSGD, "defaults", r"SSGD\(\) got an unexpected keyword argument 'defaults'$"),
-        (psclient.DGC, "colour", r"DGC\(\) got an unexpected keyword argument 'colour'$"),
+        (psclient.ASGD, "density", r"'density'; it takes params, lr.*, and what every method takes$"),
+        (psclient.SSGD, "defaults", r"'defaults'; it takes params, lr.*, and what every method takes$"),
+        (psclient.DGC, "colour", r"'colour'; it takes params, lr.*, and what every method takes$"),
     ],
 )
 def test_an_unknown_argument_is_named_by_the_class_that_was_called(method, unknown, said):

@@ -163,6 +163,15 @@ def test_epochs_waits_for_nobody_who_is_alone(server):
         assert [*worker.sampler.epochs(3)] == []
 
 
+def test_epochs_of_a_second_script_warns_if_the_run_has_nothing_left(server, caplog):
+    with Worker(server) as worker:
+        assert [worker.one_pass() for _ in worker.sampler.epochs(1)] == [COUNT]
+    assert "has yielded nothing" not in caplog.text
+    with Worker(server) as again:
+        assert [*again.sampler.epochs(1)] == []
+    assert "epochs(1) has yielded nothing" in caplog.text
+
+
 def test_epochs_gives_what_comes_back_in_another_pass(server):
     with Worker(server, "stays") as stays:
         gone = Worker(server, "gone")

@@ -31,6 +31,20 @@ def test_one_line_says_where_a_worker_is_and_whose_parameters_it_trains(caplog):
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
+def test_a_run_that_others_have_trained_and_left_is_a_warning(caplog):
+    with LocalServer(run_id="digits") as server:
+        model, optimizer = join(server, "w0")
+        with optimizer:
+            train_step(model, optimizer, *make_data())
+        _, late = join(server, "w1", seed=1)
+        with late:
+            assert not late.finished
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("this worker goes on with run digits, which others have trained to version 1 and left")
+    assert "--data-dir" in warnings[0]
+
+
 def test_a_finished_run_is_a_warning(caplog):
     with LocalServer(run_id="digits", end_versions=1) as server:
         model, optimizer = join(server, "w0")

@@ -44,7 +44,7 @@ def test_a_frame_of_top_has_shards_rates_and_workers(two_shards, worker, capsys)
     code, printed = run(capsys, "top", NOWHERE, two_shards.server, "--interval-seconds", "0.1")
     assert code == 4, "one of three does not answer"
     assert "no answer" in printed.out
-    assert "1 workers" in printed.out
+    assert "2 of 2 shards, 1 worker," in printed.out
 
 
 def test_top_goes_on_line_by_line_until_it_is_interrupted(two_shards):
@@ -163,6 +163,7 @@ def test_output_that_nobody_reads_or_no_terminal_can_show_is_no_traceback(two_sh
     )  # fmt: skip
     assert ended.returncode == 4, ended.stderr
     assert "no answer" in ended.stdout
+    assert NOWHERE in ended.stderr
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
