@@ -41,7 +41,9 @@ def test_a_run_that_others_have_trained_and_left_is_a_warning(caplog):
             assert not late.finished
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
-    assert warnings[0].startswith("this worker goes on with run digits, which others have trained to version 1 and left")
+    assert warnings[0].startswith(
+        "this worker goes on with run digits, which others have trained to version 1 and left"
+    )
     assert "--data-dir" in warnings[0]
 
 
