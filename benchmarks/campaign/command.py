@@ -21,6 +21,11 @@ Work = Callable[[Callable[[], object]], None]
 """Does everything; is given what to call if there is something new to report."""
 
 
+_KEPT = Path("docs/evidence/journals")
+"""In the repository: runs that its figures rest on, a file a campaign."""
+_ROOT = Path(__file__).parents[2]
+
+
 def parser(name: str, what: str, quick: str, smoke: str) -> argparse.ArgumentParser:
     """Return a parser with what every campaign is asked."""
     made = argparse.ArgumentParser(
@@ -30,6 +35,7 @@ def parser(name: str, what: str, quick: str, smoke: str) -> argparse.ArgumentPar
     made.add_argument("--quick", action="store_true", help=quick)
     made.add_argument("--smoke", action="store_true", help=smoke)
     made.add_argument("--report", action="store_true", help="report what the journal has, and run nothing")
+    made.add_argument("--keep", action="store_true", help=f"add the runs to the repository's: {_KEPT / name}.jsonl")
     made.add_argument("--output", type=Path, default=Path("runs") / name, metavar="DIR", help="default: %(default)s")
     return made
 
@@ -82,11 +88,14 @@ def run(
     torch.set_num_threads(1)  # models are tested alike on every machine
     facts, started = machine.describe(f"benchmarks.{options.campaign}", given), time.monotonic()
     with Progress() as progress:
-        journal = Journal(options.output / "journal.jsonl", progress, does=not options.report)
+        kept = _ROOT / _KEPT / f"{options.campaign}.jsonl"
+        journal = Journal(options.output / "journal.jsonl", progress, does=not options.report, kept=kept)
         work, sections = make(journal)
 
         def write() -> list[Path]:
             found = sections()
+            runs = ", ".join(f"{name} ({count})" for name, count in journal.commits.items())
+            found[-1].notes += [f"Runs, by commit: {runs}."] if runs else []
             found[-1].notes += [f"FAILED: {failure}" for failure in journal.failures]
             return report.write(options.output, options.campaign.capitalize(), facts, found)
 
@@ -96,4 +105,6 @@ def run(
             print("interrupted; the same command goes on from here", file=sys.stderr)
             return 130
     report.show(write(), time.monotonic() - started)
+    if options.keep:
+        journal.keep()
     return 1 if journal.failures else 0

@@ -30,7 +30,7 @@ def describe(module: str, arguments: Sequence[str]) -> dict[str, Any]:
         },
         "versions": {
             "sparseps": version("sparseps"),
-            "commit": _commit(),
+            "commit": commit(),
             "python": platform.python_version(),
             **{library: version(library) for library in _LIBRARIES},
         },
@@ -46,9 +46,9 @@ def sentences(facts: dict[str, Any]) -> list[str]:
     """Say the same for a reader."""
     machine, versions = facts["machine"], facts["versions"]
     libraries = ", ".join(f"{name} {versions[name]}" for name in ("python", *_LIBRARIES))
-    commit = versions["commit"] or "no commit"
+    tree = versions["commit"] or "no commit"
     return [
-        f"`{facts['command']}`, {facts['date']}, sparseps {versions['sparseps']} at {commit}",
+        f"`{facts['command']}`, {facts['date']}, sparseps {versions['sparseps']} at {tree}",
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, {machine['system']}, "
         f"load {machine['load_average'][0]:.1f} at the start",
         f"{libraries}; {facts['threads']['torch']} threads in this process",
@@ -63,7 +63,7 @@ def _cpu_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown CPU")
 
 
-def _commit() -> str:
+def commit() -> str:
     """Return the commit of the tree, with a plus where files differ from it; empty outside of a repository."""
     here = Path(__file__).parent
     try:

@@ -14,7 +14,7 @@ from benchmarks.harness.section import Section
 from benchmarks.network import lab
 from benchmarks.rivals import report
 from benchmarks.rivals.campaign import Campaign
-from benchmarks.rivals.cells import LINES, PACES, SCENARIOS, TASK, cells, train
+from benchmarks.rivals.cells import LINES, PACES, SCENARIOS, SEEDS, TASK, Cell, cells, decides, train
 
 _UNAVAILABLE = 77
 _QUICK_SAMPLES = 1024
@@ -39,8 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     samples = _QUICK_SAMPLES if options.quick or options.smoke else SAMPLES[TASK]
     targets = options.targets or (_QUICK_TARGETS if options.quick or options.smoke else _TARGETS)
 
+    def seeds(cell: Cell) -> Sequence[int]:
+        return options.seeds or SEEDS[: len(SEEDS) if decides(cell) else 1]
+
     def make(journal: Journal) -> tuple[command.Work, Callable[[], list[Section]]]:
-        campaign = Campaign(journal, samples, train, options.smoke)
+        campaign = Campaign(journal, samples, seeds, train, options.smoke)
         return lambda tell: campaign.run(planned, tell), lambda: [report.section(campaign, planned, targets)]
 
     return command.run(options, given, make)
@@ -53,10 +56,13 @@ def _parser() -> argparse.ArgumentParser:
         "one cell with short runs, in minutes",
         "seconds: whether it runs, with two contenders",
     )
-    parser.add_argument("--workers", nargs="+", type=int, choices=PACES, metavar="N", help="numbers of workers: 4, 8")
+    parser.add_argument(
+        "--workers", nargs="+", type=int, choices=PACES, metavar="N", help="numbers of workers: 4, 8, 16"
+    )
     lines = [f"{mbits}/{delay_ms}" for mbits, delay_ms in LINES]
     parser.add_argument("--lines", nargs="+", choices=lines, metavar="MBITS/MS", help=f"networks: {', '.join(lines)}")
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, metavar="NAME", help=", ".join(SCENARIOS))
+    parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="in place of those of each cell")
     parser.add_argument("--targets", nargs="+", type=float, metavar="NATS", help="test losses to reach")
     return parser
 

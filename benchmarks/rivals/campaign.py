@@ -25,7 +25,7 @@ from benchmarks.rivals.cells import (
     train,
 )
 from benchmarks.rivals.contenders import CONTENDERS, DENSE_STEPS, INNERS, PERIOD, Contender
-from benchmarks.rivals.worker import Job, Told
+from benchmarks.rivals.worker import Job, Moment, Told
 
 _SEARCH_SEED, _SEED = 100, 0
 _TIMED_STEPS = DENSE_STEPS + 2 * PERIOD
@@ -35,71 +35,92 @@ Train = Callable[[Job, Lab | None], list[Told]]
 
 
 class Measured(NamedTuple):
-    """A contender in a cell.
+    """A contender in a cell, with one seed.
 
     Attributes:
         curve: seconds and test loss of the first worker's model.
         step_seconds: mean time in which as many steps are made as there are workers.
         up: bytes that leave a worker's card in a step, headers included.
         down: bytes that come to it.
+        gloo_seconds: of a rival's step: what it takes beyond the pace where there is no network, which is what all
+            processes of gloo take of this machine's cores.
     """
 
     curve: list[tuple[float, float]]
     step_seconds: float
     up: float
     down: float
+    gloo_seconds: float = 0.0
 
 
 class Campaign:
     """All contenders in some cells.
 
+    Args:
+        journal: of the runs.
+        samples: of all workers of a run together.
+        seeds: of a cell.
+        do: does a run.
+        smoke: few contenders, and no search.
+
     Attributes:
-        measured: by cell and key of the contender.
-        finals: test loss at the end without a network, by number of workers and key.
-        chosen: optimizer and effective rate, likewise.
-        unhindered: seconds of a step of DDP at the pace and without a network, by number of workers.
+        measured: by cell and key of the contender, then by seed.
+        finals: test loss at the end without a network, by number of workers and key, then by seed.
+        chosen: optimizer and effective rate, by number of workers and key.
     """
 
-    def __init__(self, journal: Journal, samples: int, do: Train = train, smoke: bool = False) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        samples: int,
+        seeds: Callable[[Cell], Sequence[int]] = lambda cell: (0,),
+        do: Train = train,
+        smoke: bool = False,
+    ) -> None:
         self._journal = journal
-        self.measured: dict[tuple[Cell, str], Measured] = {}
-        self.finals: dict[tuple[int, str], float] = {}
+        self.measured: dict[tuple[Cell, str], dict[int, Measured]] = {}
+        self.finals: dict[tuple[int, str], dict[int, float]] = {}
         self.chosen: dict[tuple[int, str], tuple[str, float]] = {}
-        self.unhindered: dict[int, float] = {}
         self.samples, self._smoke = samples, smoke
-        self._do = do
+        self._seeds, self._do = seeds, do
 
     def run(self, cells: Sequence[Cell], after: Callable[[], object] = lambda: None) -> None:
-        """Do everything, a cell at a time; ``after`` each one its results are there."""
-        for cell in cells:
-            for contender in (CONTENDERS[key] for key in (SMOKE_CONTENDERS if self._smoke else CONTENDERS)):
-                self._measure(cell, contender)
-            after()
+        """Do everything, a seed and a cell at a time; ``after`` each one its results are there."""
+        for seed in dict.fromkeys(seed for cell in cells for seed in self._seeds(cell)):
+            for cell in (cell for cell in cells if seed in self._seeds(cell)):
+                for contender in (CONTENDERS[key] for key in (SMOKE_CONTENDERS if self._smoke else CONTENDERS)):
+                    if not is_twin(contender, cell.workers):
+                        self._measure(cell, contender, seed)
+                after()
 
-    def _measure(self, cell: Cell, contender: Contender) -> None:
+    def _measure(self, cell: Cell, contender: Contender, seed: int) -> None:
         inner, rate = self._tune(contender, cell.workers)
         if not rate:
             return
-        job = job_of(contender.key, inner, rate, cell.workers, _SEED, self.samples)
+        job = job_of(contender.key, inner, rate, cell.workers, seed, self.samples)
         alone = self._train(job, None)
         if alone is None:
             return
-        self.finals[cell.workers, contender.key] = alone[0].final
+        self.finals.setdefault((cell.workers, contender.key), {})[seed] = alone[0].final
         paced = self._in_cell(job, cell, contender)
         if paced is None or (told := self._train(paced, cell)) is None:
             return
         trains = bool(contender.method or paced.lost_at)
-        first = 0 if trains else DENSE_STEPS
         counted = told[:1] if paced.lost_at else told  # of a worker that came late the clock began late
-        steps = sum(len(each.moments) - first for each in counted)
-        spent = [(each.moments[first - 1] if first else (0.0, 0, 0), each.moments[-1]) for each in counted]
-        seconds, up, down = ([after[n] - before[n] for before, after in spent] for n in range(3))
-        curve = told[0].curve if trains else _timed(alone[0], told[0].moments)
-        self.measured[cell, contender.key] = Measured(
+        begun = [Moment() if trains else each.begun for each in counted]
+        spent = [(each.ended, before) for each, before in zip(counted, begun, strict=True)]
+        seconds, up, down = ([after[n] - before[n] for after, before in spent] for n in range(3))
+        steps = sum(each.steps - (0 if trains else DENSE_STEPS) for each in counted)
+        curve = told[0].curve if trains else _timed(alone[0], told[0])
+        gloo = 0.0
+        if not trains and (free := self._train(paced, None)):
+            gloo = max(0.0, free[0].usual_seconds - paced.pace * paced.slowness)
+        self.measured.setdefault((cell, contender.key), {})[seed] = Measured(
             [(moment, loss) for _, moment, loss in curve],
             max(seconds) / job.all_steps if paced.lost_at else max(seconds) / steps * cell.workers,
             sum(up) / steps,
             sum(down) / steps,
+            gloo,
         )
 
     def _in_cell(self, job: Job, cell: Cell, contender: Contender) -> Job | None:
@@ -110,14 +131,12 @@ class Campaign:
             paced = replace(paced, lost_at=job.all_steps // 2)
             if is_rival:
                 equal = cell._replace(scenario="equal")
-                if (equal, contender.key) not in self.measured:
-                    self._measure(equal, contender)
-                found = self.measured.get((equal, contender.key))
+                if job.seed not in self.measured.get((equal, contender.key), {}):
+                    self._measure(equal, contender, job.seed)
+                found = self.measured.get((equal, contender.key), {}).get(job.seed)
                 return None if found is None else replace(paced, back_at=_back_at(paced, found.step_seconds))
-        elif is_rival:
-            paced = replace(paced, steps=min(paced.steps, _TIMED_STEPS))
-            if contender.key == "ddp" and (free := self._train(replace(paced, slowness=1.0), None)):
-                self.unhindered[cell.workers] = _usual_seconds(free[0].moments)
+        elif is_rival:  # its time of a step does not depend on the seed
+            paced = replace(paced, seed=_SEED, steps=min(paced.steps, _TIMED_STEPS))
         return paced
 
     def _tune(self, contender: Contender, workers: int) -> tuple[str, float]:
@@ -158,7 +177,7 @@ class Campaign:
         place = f"{cell.words}, {cell.workers} workers" if cell else f"{job.workers} workers without a network"
         words = f"{place}: {CONTENDERS[job.contender].title}, {job.inner or 'rate'} {job.rate:g}"
         kept = self._journal.once(f"{asdict(job)} {cell}", words, 0.0, train)
-        return None if kept is None else [Told(**each) for each in kept["told"]]
+        return None if kept is None else [Told.read(each) for each in kept["told"]]
 
 
 def time_to(target: float, curve: Sequence[tuple[float, float]]) -> float | None:
@@ -171,11 +190,18 @@ def time_to(target: float, curve: Sequence[tuple[float, float]]) -> float | None
     return None
 
 
-def _timed(alone: Told, moments: Sequence[tuple[float, int, int]]) -> list[tuple[int, float, float]]:
+def is_twin(contender: Contender, workers: int) -> bool:
+    """Tell whether a contender before this one does the same with so many workers: 3 of 4 are all but one."""
+    options = contender.options(workers)
+    before = list(CONTENDERS.values())[: list(CONTENDERS).index(contender.key)]
+    return bool(options) and any(each.options(workers) == options for each in before)
+
+
+def _timed(alone: Told, timed: Told) -> list[tuple[int, float, float]]:
     """Return a rival's curve with the times that its steps take on a network, of which the first ones were timed."""
-    usual = _usual_seconds(moments)
+    first, usual = timed.begun.seconds / DENSE_STEPS, timed.usual_seconds
     return [
-        (steps, moments[min(steps, DENSE_STEPS) - 1][0] + usual * max(0, steps - DENSE_STEPS), loss)
+        (steps, first * min(steps, DENSE_STEPS) + usual * max(0, steps - DENSE_STEPS), loss)
         for steps, _, loss in alone.curve
     ]
 
@@ -183,15 +209,6 @@ def _timed(alone: Told, moments: Sequence[tuple[float, int, int]]) -> list[tuple
 def _back_at(job: Job, step_seconds: float) -> int:
     """Return the step before which the new worker joins a rival's others: where they average anyway."""
     return job.lost_at + PERIOD * math.ceil(ABSENT_SECONDS / step_seconds / PERIOD)
-
-
-def _usual_seconds(moments: Sequence[tuple[float, int, int]]) -> float:
-    return (moments[-1][0] - moments[DENSE_STEPS - 1][0]) / (len(moments) - DENSE_STEPS)
-
-
-def best(values: Sequence[float | None]) -> float | None:
-    """Return the least time, if there is one."""
-    return min((value for value in values if value is not None), default=None)
 
 
 def mean_bytes(measured: Sequence[Measured]) -> tuple[float, float]:

@@ -1,12 +1,15 @@
-"""Who is compared: methods of this library, and torch's own ways of training together over gloo."""
+"""Who is compared: ``ServerRMSprop`` at 3 % of the bytes, and torch's own ways of training together over gloo."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+import psclient
 
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 """Takes its state and a ``GradBucket``, which torch does not export."""
@@ -17,6 +20,8 @@ LEAST_DENSE_STEPS = 2
 """The fewest that its hook takes: of a group that is formed anew during the training."""
 PERIOD = 8
 """Local steps between two averages."""
+OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
+"""Of DiLoCo's Nesterov (Douillard et al., 2023, section 4; the defaults of torchft's example)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +54,31 @@ class Contender:
         key: its name in the journal.
         title: its name for readers.
         method: key of :data:`~benchmarks.campaign.methods.METHODS`; empty for a rival.
-        options: further keywords of the method's optimizer.
+        quorum: contributions that close a round, of so many workers; ``None`` trains without rounds.
+        overlap: whether the method sends what it has selected while the gradient is computed.
         hook: makes DDP's hook and its state, from the number of first steps that are sent whole; ``None`` for whole
             gradients in fp32; unused where there is a method.
         local: workers step alone, and average their models every :data:`PERIOD` steps.
+        outer: what they have moved since is the gradient of an outer Nesterov, as DiLoCo has it.
         tuned_as: the contender whose rate it takes: it has the same trajectory, or nearly.
     """
 
     key: str
     title: str
     method: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    quorum: Callable[[int], int] | None = None
+    overlap: bool = False
     hook: Callable[[int], tuple[Any, Hook]] | None = None
     local: bool = False
+    outer: bool = False
     tuned_as: str = ""
+
+    def options(self, workers: int) -> dict[str, Any]:
+        """Return further keywords of the method's optimizer."""
+        if self.quorum is None:
+            return {}
+        rounds = psclient.Rounds(quorum=self.quorum(workers), start_workers=workers)
+        return {"rounds": rounds, "overlap": self.overlap}
 
 
 def _power(rank: int) -> Contender:
@@ -75,15 +91,18 @@ def _power(rank: int) -> Contender:
 CONTENDERS = {
     each.key: each
     for each in (
-        Contender("rmsprop", "ServerRMSprop", "rmsprop"),
-        Contender("overlap", "ServerRMSprop, overlap", "rmsprop", {"overlap": True}),
-        Contender("dropping", "GradientDropping", "gradient_dropping"),
+        Contender("rmsprop", "ours, no rounds", "rmsprop"),
+        Contender("rounds", "ours, rounds of all", "rmsprop", lambda workers: workers),
+        Contender("but-one", "ours, rounds of all but one", "rmsprop", lambda workers: workers - 1),
+        Contender("most", "ours, rounds of 3/4", "rmsprop", lambda workers: math.ceil(0.75 * workers)),
+        Contender("overlap", "ours, rounds of all, overlap", "rmsprop", lambda workers: workers, overlap=True),
         Contender("ddp", "DDP"),
         Contender("fp16", "DDP, fp16", hook=lambda _: (None, fp16_compress_hook), tuned_as="ddp"),
         _power(1),
         _power(2),
         _power(4),
         Contender("local", f"local SGD, {PERIOD} steps", local=True),
+        Contender("diloco", f"DiLoCo, {PERIOD} steps", local=True, outer=True),
     )
 }
 """All contenders by key, those of this library first."""

@@ -1,12 +1,16 @@
 """Tables of seconds to the target, a row a cell."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
+from statistics import fmean, stdev
 
 from benchmarks.harness.section import Section, Table
-from benchmarks.rivals.campaign import Campaign, best, mean_bytes, time_to
-from benchmarks.rivals.cells import ABSENT_SECONDS, PACES, SLOWNESS, TASK, Cell
+from benchmarks.rivals.campaign import Campaign, Measured, is_twin, mean_bytes, time_to
+from benchmarks.rivals.cells import ABSENT_SECONDS, PACES, SEEDS, SLOWNESS, TASK, Cell
 from benchmarks.rivals.contenders import CONTENDERS, DENSE_STEPS, PERIOD
+
+_Curves = Mapping[str, Sequence[Sequence[tuple[float, float]]]]
+"""Of each seed, by key of the contender."""
 
 
 def section(campaign: Campaign, cells: Sequence[Cell], targets: Sequence[float]) -> Section:
@@ -19,15 +23,15 @@ def _tables(campaign: Campaign, targets: Sequence[float]) -> list[Table]:
     cells = dict.fromkeys(cell for cell, _ in campaign.measured)
     keys = [key for key in CONTENDERS if any(each == key for _, each in campaign.measured)]
     titles = [CONTENDERS[key].title for key in keys]
-    for workers, target in product(sorted({cell.workers for cell in cells}), targets):
-        own = [cell for cell in cells if cell.workers == workers]
+    for workers, target in product(dict.fromkeys(cell.workers for cell in cells), targets):
         rows = [
-            (cell.words, *(_seconds(campaign, cell, key, target) for key in keys), _ahead(campaign, cell, target))
-            for cell in own
+            (cell.words, *(_seconds(campaign, cell, key, target) for key in keys), *_leads(campaign, cell, target))
+            for cell in cells
+            if cell.workers == workers
         ]
         title = f"{workers} workers: seconds until the test loss is {target:g} nats"
-        tables.append(Table(title, ("network, workers", *titles, "best of ours ahead of the best rival"), rows))
-    for workers in sorted({cell.workers for cell in cells}):
+        tables.append(Table(title, ("network, workers", *titles, "lead", "lead without gloo's CPU"), rows))
+    for workers in dict.fromkeys(cell.workers for cell in cells):
         rows = [
             (cell.words, *(_step(campaign, cell, key) for key in keys)) for cell in cells if cell.workers == workers
         ]
@@ -35,17 +39,19 @@ def _tables(campaign: Campaign, targets: Sequence[float]) -> list[Table]:
         tables.append(Table(title, ("network, workers", *titles), rows))
     rows = []
     for key in keys:
-        found = {cell: each for (cell, own), each in campaign.measured.items() if own == key}
-        usual = [each for cell, each in found.items() if cell.scenario != "lost"]  # without first steps and copies
-        up, down = mean_bytes(usual or list(found.values()))
-        finals = {workers: loss for (workers, own), loss in campaign.finals.items() if own == key}
+        found = [
+            (cell, each) for (cell, own), seeds in campaign.measured.items() if own == key for each in seeds.values()
+        ]
+        usual = [each for cell, each in found if cell.scenario != "lost"]  # without first steps and copies
+        up, down = mean_bytes(usual or [each for _, each in found])
+        finals = {workers: seeds for (workers, own), seeds in campaign.finals.items() if own == key}
         chosen = [campaign.chosen.get((workers, CONTENDERS[key].tuned_as or key)) for workers in finals]
         rows.append(
             (
                 CONTENDERS[key].title,
                 f"{up / 1e3:.0f}",
                 f"{down / 1e3:.0f}",
-                ", ".join(f"{loss:.3f} with {workers}" for workers, loss in finals.items()),
+                ", ".join(f"{_spread_words([*seeds.values()])} with {workers}" for workers, seeds in finals.items()),
                 ", ".join(f"{inner} {rate:g}".strip() for inner, rate in (each for each in chosen if each)),
             )
         )
@@ -55,43 +61,73 @@ def _tables(campaign: Campaign, targets: Sequence[float]) -> list[Table]:
     return [*tables, Table("Bytes of each worker's card, headers included, and what was reached", heads, rows)]
 
 
+def _curves(campaign: Campaign, cell: Cell, key: str) -> list[list[tuple[float, float]]]:
+    return [each.curve for each in campaign.measured.get((cell, key), {}).values()]
+
+
 def _seconds(campaign: Campaign, cell: Cell, key: str, target: float) -> str:
-    found = campaign.measured.get((cell, key))
-    if found is None:
+    curves = _curves(campaign, cell, key)
+    if not curves:
         return ""
-    seconds = time_to(target, found.curve)
-    return "–" if seconds is None else f"{seconds:.0f}"
+    times = [seconds for curve in curves if (seconds := time_to(target, curve)) is not None]
+    if len(times) < len(curves):
+        return f"– ({len(times)} of {len(curves)})" if times else "–"
+    ends = sorted({f"{seconds:.0f}" for seconds in (min(times), max(times))}, key=int)
+    return f"{fmean(times):.0f}" + (f" ({' to '.join(ends)})" if len(ends) > 1 else "")
 
 
 def _step(campaign: Campaign, cell: Cell, key: str) -> str:
     found = campaign.measured.get((cell, key))
-    return "" if found is None else f"{1000 * found.step_seconds:.0f}"
+    return f"{1000 * fmean(each.step_seconds for each in found.values()):.0f}" if found else ""
 
 
-def _ahead(campaign: Campaign, cell: Cell, target: float) -> str:
-    """Return by which factor the best method of this library is faster than the best rival; below 1 it is slower."""
-    here = {key: time_to(target, found.curve) for (own, key), found in campaign.measured.items() if own == cell}
-    if len(here) < len(CONTENDERS):
-        return ""
-    ours, theirs = (best([here[key] for key in here if _is_ours(key) is wanted]) for wanted in (True, False))
-    if ours is None or theirs is None:
-        return "no rival gets there" if ours else "only rivals get there" if theirs else "–"
-    return f"{theirs / ours:.2f} ×"
+def _spread_words(values: Sequence[float]) -> str:
+    return f"{fmean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
 
 
-def _is_ours(key: str) -> bool:
-    return bool(CONTENDERS[key].method)
+def _leads(campaign: Campaign, cell: Cell, target: float) -> tuple[str, str]:
+    """Return by which factor the best of ours is faster than the best rival; then, if no core were shared by gloo."""
+    here = {key: seeds for (own, key), seeds in campaign.measured.items() if own == cell}
+    if any(key not in here for key in CONTENDERS if not is_twin(CONTENDERS[key], cell.workers)):
+        return "", ""
+    ours = {key: _curves(campaign, cell, key) for key in here if CONTENDERS[key].method}
+    theirs = {key: _curves(campaign, cell, key) for key in here if not CONTENDERS[key].method}
+    free = {key: [_without_gloo(each) for each in here[key].values()] for key in theirs}
+    return _lead(target, ours, theirs), _lead(target, ours, free)
+
+
+def _lead(target: float, ours: _Curves, theirs: _Curves) -> str:
+    fastest, rival = _fastest(target, ours), _fastest(target, theirs)
+    if fastest is None or rival is None:
+        return "no rival gets there" if fastest else "only rivals get there" if rival else "–"
+    (mean, times), (rivals_mean, rivals_times) = fastest, rival
+    apart = len(times) == 1 or max(times) < min(rivals_times) or min(times) > max(rivals_times)
+    return f"{rivals_mean / mean:.2f} ×" + ("" if apart else ", within the seeds' spread")
+
+
+def _fastest(target: float, curves: _Curves) -> tuple[float, list[float]] | None:
+    """Return the least mean time and the times that it is of; ``None`` if nobody gets there with every seed."""
+    found = [[time_to(target, curve) for curve in seeds] for seeds in curves.values()]
+    whole = [[seconds for seconds in times if seconds is not None] for times in found if None not in times]
+    return min(((fmean(times), times) for times in whole if times), default=None)
+
+
+def _without_gloo(measured: Measured) -> list[tuple[float, float]]:
+    factor = 1 - measured.gloo_seconds / measured.step_seconds
+    return [(factor * seconds, loss) for seconds, loss in measured.curve]
 
 
 def _notes(campaign: Campaign, cells: Sequence[Cell]) -> list[str]:
     done = {cell for cell, _ in campaign.measured}
     left = [f"{cell.words}, {cell.workers} workers" for cell in cells if cell not in done]
     paces = ", ".join(f"{1000 * pace:g} ms with {workers}" for workers, pace in PACES.items())
-    free = ", ".join(f"{1000 * each:.0f} ms with {workers}" for workers, each in campaign.unhindered.items())
     return [
-        f"Task {TASK}, {campaign.samples:,} samples of all workers together, one seed. A step lasts {paces} workers at "
-        f"least; where one worker is slower, {SLOWNESS:g} times as long there."
-        + (f" Measured on loopback, DDP: {free}." if free else ""),
+        f"Task {TASK}, {campaign.samples:,} samples of all workers together. A step lasts {paces} workers at least; "
+        f"where one worker is slower, {SLOWNESS:g} times as long there.",
+        f"Several seeds ({', '.join(map(str, SEEDS))}): the mean, the least and the largest in brackets; losses "
+        "with one deviation. A contender that does not get there with every seed is no leader.",
+        "Lead: the best rival's time over the best of ours. Without gloo's CPU: as if each rival's step took nothing "
+        "beyond its pace where there is no network; all processes of gloo share this machine's cores.",
         *("Nothing is measured yet: run the command without --report." for _ in range(not done)),
         "–: not reached. Empty: not run.",
         "Rates are searched alike, at full length and without a network, with another seed on other data; so is the "

@@ -21,7 +21,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.campaign.worker import clip, decay
 from benchmarks.network.lab import enter
-from benchmarks.rivals.contenders import CONTENDERS, DENSE_STEPS, INNERS, LEAST_DENSE_STEPS, PERIOD, Hook
+from benchmarks.rivals.contenders import (
+    CONTENDERS,
+    DENSE_STEPS,
+    INNERS,
+    LEAST_DENSE_STEPS,
+    OUTER_MOMENTUM,
+    OUTER_RATE,
+    PERIOD,
+    Hook,
+)
 from benchmarks.rivals.worker import Job, Loop
 
 _BUCKET_MB = 1000  # one bucket: with more of them PowerSGD does not end over gloo
@@ -35,10 +44,11 @@ def average_and_train(connection: Connection, job: Job, rank: int, space: str, f
     if space:
         enter(space)
     os.environ["GLOO_SOCKET_IFNAME"] = card
-    loop, inner, local = Loop(job, rank), INNERS[job.inner], CONTENDERS[job.contender].local
+    loop, inner, contender = Loop(job, rank), INNERS[job.inner], CONTENDERS[job.contender]
     group = _Group(loop, folder)
     optimizer = inner.make(loop.model.parameters(), job.rate * inner.rate_scale)
     highest = optimizer.param_groups[0]["lr"]
+    outer = _Outer(loop.model) if contender.outer else None
     is_late = rank == job.workers
     step = job.back_at if is_late else 0
     if not is_late:
@@ -49,15 +59,17 @@ def average_and_train(connection: Connection, job: Job, rank: int, space: str, f
         if job.back_at and step == job.back_at:
             group.meet(_ALL_AGAIN)
             _share_state(optimizer)
+            if outer is not None:
+                outer.share()
         for each in optimizer.param_groups:
             each["lr"] = highest * decay(batches / job.workers, job.all_steps)
         group.survive(lambda: loop.gradient(group.model))
         clip(loop.model)
-        if local:
+        if contender.local:
             loop.wait()
         optimizer.step()
-        if local and step % PERIOD == PERIOD - 1:
-            group.survive(lambda: _average(loop.model))
+        if contender.local and step % PERIOD == PERIOD - 1:
+            group.survive(outer.step if outer is not None else lambda: _average(loop.model))
         step += 1
         loop.stepped()
         loop.die_if_due(step)
@@ -118,8 +130,9 @@ class _Group:
             timeout=timedelta(seconds=_MOST_SECONDS),
         )
         if contender.local:
-            for parameter in self._loop.model.parameters():
-                dist.broadcast(parameter.detach(), 0)
+            if number != _SURVIVORS:  # who keep what each of them has learnt since the last average
+                for parameter in self._loop.model.parameters():
+                    dist.broadcast(parameter.detach(), 0)
             return
         model = DistributedDataParallel(self._loop.model, bucket_cap_mb=_BUCKET_MB)
         whole: tuple[Any, Hook] = None, allreduce_hook
@@ -127,6 +140,40 @@ class _Group:
         state, hook = whole if contender.hook is None else contender.hook(dense_steps)
         model.register_comm_hook(state, _paced(hook, self._loop.wait))
         self.model = model
+
+
+class _Outer:
+    """DiLoCo's outer optimizer, the same on every worker, as torchft has it (Douillard et al., 2023, algorithm 1).
+
+    Args:
+        model: has the parameters that all workers begin with.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = list(model.parameters())
+        self._before = [parameter.detach().clone() for parameter in self._parameters]
+        self._optimizer = torch.optim.SGD(self._before, OUTER_RATE, OUTER_MOMENTUM, nesterov=True)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Send how far the parameters have moved, all in one message, and begin where the mean of it leads."""
+        moved = [before - now for before, now in zip(self._before, self._parameters, strict=True)]
+        flat = torch.cat([each.flatten() for each in moved])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        parts = flat.split([before.numel() for before in self._before])
+        for before, part in zip(self._before, parts, strict=True):
+            before.grad = part.view_as(before)
+        self._optimizer.step()
+        for before, now in zip(self._before, self._parameters, strict=True):
+            now.copy_(before)
+
+    @torch.no_grad()
+    def share(self) -> None:
+        """Give the worker that has come what this optimizer has gathered; its model is the others' already."""
+        for before, now in zip(self._before, self._parameters, strict=True):
+            before.copy_(now)
+        _share_state(self._optimizer)
 
 
 def _share_state(optimizer: torch.optim.Optimizer) -> None:

@@ -4,10 +4,11 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -17,7 +18,7 @@ from benchmarks.campaign.spec import Form
 from benchmarks.campaign.tasks import TASKS, loss_of
 from benchmarks.campaign.worker import clip, connection_to, decay
 from benchmarks.network.lab import enter
-from benchmarks.rivals.contenders import CONTENDERS, PERIOD
+from benchmarks.rivals.contenders import CONTENDERS, DENSE_STEPS, PERIOD
 from psclient.optim.base import ParameterServerOptimizer
 
 BUDGET = Form(budget=0.03)
@@ -63,20 +64,48 @@ class Job:
         return self.samples // (TASKS[self.task].batch_size * self.workers)
 
 
+class Moment(NamedTuple):
+    """Where a worker is at the end of a step; at first, where it starts.
+
+    Attributes:
+        seconds: from the start.
+        up: bytes that have left its card, headers included.
+        down: bytes that have come to it.
+    """
+
+    seconds: float = 0.0
+    up: int = 0
+    down: int = 0
+
+
 @dataclass(slots=True)
 class Told:
     """What a worker tells at its end.
 
     Attributes:
-        moments: at the end of each step: seconds from the start, bytes that have left its card, and come to it,
-            headers included.
+        steps: that it has made.
+        begun: after its first :data:`~benchmarks.rivals.contenders.DENSE_STEPS` steps; zeros if it made fewer.
+        ended: after its last.
         curve: steps, seconds and loss of its model on the way; of the first worker alone.
         final: loss of the model at the end; of the first worker alone.
     """
 
-    moments: list[tuple[float, int, int]] = field(default_factory=list)
+    steps: int = 0
+    begun: Moment = field(default_factory=Moment)
+    ended: Moment = field(default_factory=Moment)
     curve: list[tuple[int, float, float]] = field(default_factory=list)
     final: float = math.inf
+
+    @classmethod
+    def read(cls, plain: Mapping[str, Any]) -> Self:
+        """Return it from what ``asdict`` and JSON have made of it."""
+        moments = {name: Moment(*plain[name]) for name in ("begun", "ended")}
+        return cls(**{**plain, **moments})
+
+    @property
+    def usual_seconds(self) -> float:
+        """Mean time of the steps behind the first ones."""
+        return (self.ended.seconds - self.begun.seconds) / (self.steps - DENSE_STEPS)
 
 
 class Loop:
@@ -115,12 +144,14 @@ class Loop:
 
     def stepped(self) -> None:
         """Note the time, and the first worker's model from time to time."""
-        moments = self.told.moments
-        sent, received = (after - before for after, before in zip(_card_bytes(), self._before, strict=True))
-        moments.append((time.perf_counter() - self._started, sent, received))
-        if self.rank == 0 and len(moments) % PERIOD == 0 and self.job.steps == self.job.all_steps:
+        told, (sent, received) = self.told, _card_bytes()
+        told.steps += 1
+        told.ended = Moment(time.perf_counter() - self._started, sent - self._before[0], received - self._before[1])
+        if told.steps == DENSE_STEPS:
+            told.begun = told.ended
+        if self.rank == 0 and told.steps % PERIOD == 0 and self.job.steps == self.job.all_steps:
             state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-            self._kept.append((len(moments), moments[-1][0], state))
+            self._kept.append((told.steps, told.ended.seconds, state))
 
     def end(self, final: Callable[[], dict[str, torch.Tensor]]) -> Told:
         """Measure what was kept, and the model at the end."""
@@ -129,18 +160,18 @@ class Loop:
             for steps, seconds, state in [*self._kept, (0, 0.0, final())]:
                 model.load_state_dict(state)
                 loss = self._task.evaluate(model, self.job.validation).loss
-                self.told.curve.append((steps, seconds, loss))
+                self.told.curve.append((steps, round(seconds, 3), round(loss, 5)))
             self.told.final = self.told.curve.pop()[2]
         return self.told
 
 
 def serve_and_train(connection: Connection, job: Job, rank: int, space: str, address: str) -> None:
-    """Be a worker of this library: the run is over when the server has all pushes, whoever sent them."""
+    """Be a worker of this library: the run is over when the server has all pushes or rounds, whoever sent them."""
     if space:
         enter(space)
     loop, contender = Loop(job, rank), CONTENDERS[job.contender]
-    method, overlap = METHODS[contender.method], bool(contender.options.get("overlap"))
-    if overlap:  # before the optimizer's own hooks: nothing is sent before its time
+    method = METHODS[contender.method]
+    if contender.overlap:  # before the optimizer's own hooks: nothing is sent before its time
         for parameter in loop.model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda _: loop.wait())  # type: ignore[no-untyped-call]
     setup = Setup(
@@ -150,23 +181,24 @@ def serve_and_train(connection: Connection, job: Job, rank: int, space: str, add
         BUDGET.size,
         job.all_steps,
         job.workers,
-        {**connection_to(address, rank), **contender.options},
+        {**connection_to(address, rank), **contender.options(job.workers)},
     )
     optimizer, scheduled = method.make(setup)
     assert isinstance(optimizer, ParameterServerOptimizer)
     assert scheduled is not None
-    highest, pushes = scheduled.param_groups[0]["lr"], job.all_steps * job.workers
+    highest = scheduled.param_groups[0]["lr"]
+    versions_a_step = job.workers if contender.quorum is None else 1
     loop.start(connection)
-    while optimizer.version < pushes:
+    while (steps := optimizer.version / versions_a_step) < job.all_steps:
         for group in scheduled.param_groups:
-            group["lr"] = highest * decay(optimizer.version / job.workers, job.all_steps)
+            group["lr"] = highest * decay(steps, job.all_steps)
         loop.gradient(loop.model)
-        if not overlap:
+        if not contender.overlap:
             clip(loop.model)
             loop.wait()
         optimizer.step()
         loop.stepped()
-        loop.die_if_due(len(loop.told.moments))
+        loop.die_if_due(loop.told.steps)
     optimizer.close()
     connection.send(loop.end(lambda: psclient.download(address)))
 
