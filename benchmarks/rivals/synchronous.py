@@ -161,7 +161,7 @@ class _Outer:
         flat = torch.cat([each.flatten() for each in moved])
         dist.all_reduce(flat)
         flat /= dist.get_world_size()
-        parts = flat.split([before.numel() for before in self._before])
+        parts = torch.split(flat, [before.numel() for before in self._before])
         for before, part in zip(self._before, parts, strict=True):
             before.grad = part.view_as(before)
         self._optimizer.step()
