@@ -1,5 +1,7 @@
 """Compiling a server's loops before they are needed."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from pscore import warmup
@@ -9,11 +11,18 @@ from psservice.rules.rmsprop import step_at
 from psservice.rules.subtract import subtract_at
 
 
-def warm_up() -> None:
-    """Run every loop once, so that no push and no pull waits for the compiler: seconds, once a machine."""
-    warmup.warm_up()
-    union_loops.warm_up()
-    reply_loops.warm_up()
+def warm_up(is_over: Callable[[], bool] = lambda: False) -> None:
+    """Run every loop once, so that no push and no pull waits for the compiler: seconds, once a machine.
+
+    ``is_over`` is asked between the parts, each of which takes a few seconds on an idle machine.
+    """
+    for part in (warmup.warm_up, union_loops.warm_up, reply_loops.warm_up, _warm_up_rules):
+        if is_over():
+            return
+        part()
+
+
+def _warm_up_rules() -> None:
     x, at, ends, one = np.ones(1, np.float32), np.zeros(1, np.int64), np.ones(1, np.int64), np.float32(1)
     subtract_at(x, at, x.copy())
     for offsets in (at, None):

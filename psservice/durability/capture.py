@@ -1,6 +1,7 @@
 """The state of a shard as a snapshot has it: a manifest and tensors, written and read."""
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -104,7 +105,7 @@ def capture(shard: DurableShard, state: ShardState, segment: int, checkpoint: st
         pushes=_PUSHES.dump_python(pushes, mode="json"),
         last_pushes=state.pushes.last_pushes(),
         workers=_WORKERS.dump_python([*state.workers], mode="json"),
-        memory=dict(memory.plain),
+        memory=deepcopy(dict(memory.plain)),  # pushes go on while the snapshot is written
         datasets=to_plain(state.datasets),
         delay_compensation=model.settings.delay_compensation,
         ledger_multiple=model.settings.ledger_multiple,

@@ -227,10 +227,10 @@ class Leases:
             return len(self._members)
 
     def pace(self, member: Member) -> Pace | None:
-        """Compare a member's clock with those of the other live ones that train; ``None`` if there is no other."""
+        """Compare a member's clock with those of the others that make pushes; ``None`` if there is no other."""
         with self._lock:
             self._drop_ended(self.clock())
-            others = [other for other in self._members.values() if other is not member and not other.worker.wait]
+            others = [other for other in self._members.values() if other is not member and other.makes_pushes]
             if not others:
                 return None
             slowest = min(others, key=lambda other: (other.worker.clock, other.clock_moved))

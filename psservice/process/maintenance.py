@@ -34,7 +34,7 @@ class MaintenanceThread:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, once it has compiled the loops that it is at."""
         self._stop.set()
         self._thread.join()
 
@@ -45,7 +45,7 @@ class MaintenanceThread:
             if not compiled and (self._size() >= _WORTH_COMPILING or jit.run_as_python() > _MANY_ENTRIES):
                 compiled = True
                 try:
-                    warm_up()
+                    warm_up(self._stop.is_set)
                 except Exception:  # the first push meets the same error, and answers with it
                     log.exception("the loops could not be compiled ahead")
             if trim is not None and time.monotonic() - trimmed >= TRIM_SECONDS:

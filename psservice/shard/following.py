@@ -4,7 +4,7 @@ import logging
 
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.shard.lifecycle import close_rounds_after_leave, end_if_over
-from psservice.shard.shard import Shard
+from psservice.shard.shard import End, Shard
 from psservice.state.run import RunState
 from psservice.state.v1 import journal_pb2 as rec
 from psservice.values import Identity, identity_to_message
@@ -23,6 +23,7 @@ def news_of(shard: Shard) -> pb.RunNews:
         last_worker=identity_to_message(last[0]) if last else None,
         last_step=last[1] if last else 0,
         checkpoint=shard.durability.announced_checkpoint(),
+        generation=0 if shard.model is None else shard.model.generation,
         workers_without_samples=[
             member.identity.worker_id for member in shard.leases.members() if member.has_no_samples
         ],
@@ -35,7 +36,8 @@ def follow(shard: Shard, news: pb.RunNews) -> None:
     Raises :class:`~pscore.wire.errors.Rejected` if that cannot be done now: the next news bring it again.
     """
     if not shard.run.run_id:
-        shard.change(rec.RunNamed(run_id=news.run_id))
+        named = rec.RunNamed(run_id=news.run_id)
+        shard.apply_thread.run(lambda: shard.commit(named))  # not while the model is replaced, with the run's id
         log.info("shard 0 has named the run", extra={"run": news.run_id})
     if news.run_id != shard.run.run_id:
         log.error(
@@ -47,9 +49,12 @@ def follow(shard: Shard, news: pb.RunNews) -> None:
     without = {*news.workers_without_samples}
     for member in shard.leases.members():
         member.has_no_samples = member.identity.worker_id in without
+    shard.leases.waiters.wake()
     close_rounds_after_leave(shard)
-    if news.run_state == pb.RUN_STATE_FINISHED:
+    if news.run_state != pb.RUN_STATE_FINISHED:
+        shard.ends_with = None
+    elif news.generation != shard.undone_end:
         worker = Identity(news.last_worker.worker_id, news.last_worker.incarnation)
-        shard.ends_with = (worker, news.last_step)
+        shard.ends_with = End(worker, news.last_step, news.generation)
         if shard.model is not None:
             shard.apply_thread.run(lambda: end_if_over(shard))

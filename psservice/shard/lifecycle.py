@@ -59,8 +59,7 @@ def end_leases(shard: Shard) -> None:
     """End the leases that have run out; the thread of leases calls this often."""
     with shard.join_lock:
         end_left_workers(shard)
-    if shard.model is not None and (heard := shard.state.histories.heard()):
-        commit_or_warn(shard, rec.Known(histories=map(history_of, heard)))
+    note_histories(shard)
     forget_old_pushes(shard)
     forget_upload(shard)
     end_hold(shard)
@@ -86,6 +85,18 @@ def end_left_workers(shard: Shard) -> None:
         if worker.identity not in live:
             commit_or_warn(shard, rec.Left(worker=worker_of(worker.identity)))
             shard.tell_shards()
+
+
+def note_histories(shard: Shard) -> None:
+    """Write down what workers have told of the other shards; not while the model is replaced, since that forgets it."""
+
+    def note() -> None:
+        if heard := shard.state.histories.heard():
+            shard.commit(rec.Known(histories=map(history_of, heard)))
+
+    if shard.model is not None and shard.state.histories.heard():
+        with suppress(Rejected):  # held, or not durable: it is tried again
+            shard.apply_thread.run(note)
 
 
 def commit_or_warn(shard: Shard, record: Record) -> None:
@@ -138,8 +149,8 @@ def _has_last_push(shard: Shard) -> bool:
     """Tell whether shard 0 has ended the run, and this shard has applied the push that ended it, if that comes."""
     if shard.ends_with is None or shard.run.is_finished:
         return False
-    worker, step = shard.ends_with
-    return shard.state.pushes.find(worker).step >= step or not shard.leases.is_live(worker)
+    end = shard.ends_with
+    return shard.state.pushes.find(end.worker).step >= end.step or not shard.leases.is_live(end.worker)
 
 
 def finish(shard: Shard) -> str:

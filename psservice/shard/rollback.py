@@ -64,7 +64,15 @@ def prepare(shard: Shard, version: int | None, checkpoint: str) -> Rollback:
 def commit(shard: Shard, ticket: str) -> Rollback:
     """Serve the older model; raises :class:`Rejected` (``NO_SUCH_CHECKPOINT``, ``NOT_DURABLE``)."""
     rollback = _take(shard, ticket)
-    model_install.publish(shard, rollback.prepared)
+
+    def undo_end() -> None:
+        """Shard 0 may tell of the end again until it has gone back too, which gives it another generation."""
+        shard.last_push = None
+        shard.tell_shards()
+        if shard.ends_with is not None:
+            shard.undone_end, shard.ends_with = shard.ends_with.generation, None
+
+    model_install.publish(shard, rollback.prepared, undo_end)
     log.warning("rolled back", extra={"from": rollback.before, "to": rollback.version})
     return rollback
 

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -63,6 +64,19 @@ class Rollback:
     hold_end: float
 
 
+class End(NamedTuple):
+    """The end of a run, as shard 0 has told of it.
+
+    Attributes:
+        worker, step: the push that has ended the run; of an empty name if none has.
+        generation: of shard 0's model.
+    """
+
+    worker: Identity
+    step: int
+    generation: int
+
+
 class Shard:
     """One shard of one run; :func:`psservice.shard.lifecycle.open_shard` makes and recovers it (``StorageError``).
 
@@ -73,7 +87,8 @@ class Shard:
         news: a number that differs once there are news for the other shards; see :meth:`tell_shards`.
         rollback: that is prepared, while the shard holds.
         last_push: that ended the run on shard 0: its worker and step.
-        ends_with: the same, as another shard heard of it.
+        ends_with: the run's end, as another shard heard of it from shard 0.
+        undone_end: shard 0's generation in the end before which this shard has gone back; 0 if there is none.
         lease_ends: the thread that ends leases by the clock, once the shard is open.
         installing: whether another model is on its way in: joining workers wait for it. Set under ``join_lock``.
         join_lock: held while a worker joins, while ends of leases are journaled, and while the model is replaced.
@@ -122,7 +137,8 @@ class Shard:
         self.news = 0
         self._news = itertools.count(1)
         self.last_push: tuple[Identity, int] | None = None
-        self.ends_with: tuple[Identity, int] | None = None
+        self.ends_with: End | None = None
+        self.undone_end = 0
         self.durability = Durability(self, on_health, self.tell_shards)
 
     def new_state(self) -> ShardState:

@@ -1139,6 +1139,7 @@ class RunNews(_message.Message):
     LAST_STEP_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     WORKERS_WITHOUT_SAMPLES_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run's id."""
     run_state: Global___RunState.ValueType
@@ -1147,6 +1148,8 @@ class RunNews(_message.Message):
     """The step of that push: a shard ends the run once it has applied that too."""
     checkpoint: _builtins.str
     """Shard 0's newest checkpoint that nobody has named; empty if there is none."""
+    generation: _builtins.int
+    """The generation of shard 0's model, another one after a restore: an end of this one is over then."""
     @_builtins.property
     def last_worker(self) -> Global___WorkerIdentity:
         """The worker whose push has ended the run; unset if none has."""
@@ -1164,10 +1167,11 @@ class RunNews(_message.Message):
         last_step: _builtins.int = ...,
         checkpoint: _builtins.str = ...,
         workers_without_samples: _abc.Iterable[_builtins.str] | None = ...,
+        generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_worker", b"last_worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "last_step", b"last_step", "last_worker", b"last_worker", "run_id", b"run_id", "run_state", b"run_state", "workers_without_samples", b"workers_without_samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "generation", b"generation", "last_step", b"last_step", "last_worker", b"last_worker", "run_id", b"run_id", "run_state", b"run_state", "workers_without_samples", b"workers_without_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,6 +12,7 @@ from pscore.wire.errors import Rejected
 from psservice.durability.earlier_models import replay_shards
 from psservice.shard.join import leave
 from psservice.shard.rollback import roll_back
+from psservice.storage.files import Files
 from tests.psservice.durability.test_recovery import LAYOUT, START, Shard, after_a_crash, send, values
 from tests.psservice.service_makers import bits, sparse_push
 from tests.psservice.shard_makers import ANNA, BERT, UPLOAD, join, theta, upload
@@ -106,6 +107,39 @@ def test_the_next_server_goes_on_with_the_same_bits(name, script, after, tmp_pat
             play(again, later, method_settings, dict(steps))
             play(shard, later, method_settings, dict(steps))
             assert bits(theta(again)) == bits(theta(shard))
+
+
+WAGMA = {"update": "average", "group_size": "2", "tau": "3", "late": "replace"}
+
+
+@pytest.mark.parametrize("name", [*REGIMES, "groups"])
+def test_a_snapshot_is_of_one_moment_although_pushes_go_on_while_it_is_written(name, tmp_path, monkeypatch):
+    method_settings, options = (WAGMA, {}) if name == "groups" else REGIMES[name]
+    save, steps = Files.save_tensors, {ANNA: 0, BERT: 0}
+
+    def push(who):
+        steps[who] += 1
+        update = SparseSlice(shard.span, None, values(steps[who]))
+        send(shard, steps[who], update, who, base=shard.model.version, samples=1)
+
+    def save_beside_pushes(self, path, tensors):
+        for who in (BERT, ANNA, BERT, ANNA):
+            push(who)
+        save(self, path, tensors)
+
+    with Shard(tmp_path / "live", **options) as shard:
+        begin_regime(shard, method_settings)
+        push(ANNA)
+        before = json.dumps(dict(shard.model.export().plain))
+        with monkeypatch.context() as patched:
+            patched.setattr(Files, "save_tensors", save_beside_pushes)
+            shard.durability.take()
+        (*_, written) = shard.durability.snapshots()
+        assert json.loads(before) == written.manifest.memory
+        push(BERT)
+        with Shard(after_a_crash(tmp_path / "live"), **options) as again:
+            assert bits(theta(again)) == bits(theta(shard))
+            assert again.model.export().plain == shard.model.export().plain
 
 
 @pytest.mark.parametrize("method_settings", [{}, ADAM, ADAM | ROUNDS], ids=["subtract", "adam", "rounds"])

@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from pscore import jit
+from psservice import warmup
 from psservice.process import maintenance
 
 
@@ -19,7 +20,7 @@ def test_it_warms_up_trims_and_ends(monkeypatch):
 
 
 def test_a_failing_warm_up_is_logged_and_no_more(monkeypatch, caplog):
-    def fail():
+    def fail(is_over):
         raise OSError("no compiler")
 
     monkeypatch.setattr(maintenance, "warm_up", fail)
@@ -33,7 +34,7 @@ def test_a_failing_warm_up_is_logged_and_no_more(monkeypatch, caplog):
 
 
 def test_a_small_model_compiles_nothing_and_an_unknown_one_is_waited_for(monkeypatch):
-    monkeypatch.setattr(maintenance, "warm_up", lambda: pytest.fail("compiled"))
+    monkeypatch.setattr(maintenance, "warm_up", lambda is_over: pytest.fail("compiled"))
     monkeypatch.setattr(maintenance, "_malloc_trim", lambda: None)
     monkeypatch.setattr(jit, "run_as_python", lambda: 1000)
     for size in (0, 100):
@@ -54,7 +55,7 @@ def test_a_small_model_of_many_workers_is_compiled_once_loops_have_run_as_python
 
     before = jit.run_as_python()
     monkeypatch.setattr(maintenance, "_MANY_ENTRIES", before + 1000)
-    monkeypatch.setattr(maintenance, "warm_up", compiled.set)
+    monkeypatch.setattr(maintenance, "warm_up", lambda is_over: compiled.set())
     thread = maintenance.MaintenanceThread(size)
     assert looked.wait(60)
     assert not compiled.is_set()
@@ -74,3 +75,24 @@ def test_a_c_library_without_trimming_is_no_reason_to_fail(monkeypatch):
 def test_this_c_library_trims():
     trim = maintenance._malloc_trim()
     assert trim is None or trim() in (0, 1)
+
+
+def test_a_server_that_is_stopped_compiles_no_further_part(monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def first():
+        begun.set()
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(warmup.warmup, "warm_up", first)
+    for part in (warmup.union_loops, warmup.reply_loops):
+        monkeypatch.setattr(part, "warm_up", lambda: pytest.fail("compiled"))
+    monkeypatch.setattr(maintenance, "_malloc_trim", lambda: None)
+    thread = maintenance.MaintenanceThread(lambda: 10**6)
+    assert begun.wait(60)
+    closing = threading.Thread(target=thread.close)
+    closing.start()
+    assert thread._stop.wait(60)
+    go_on.set()
+    closing.join(60)
+    assert not closing.is_alive()

@@ -10,7 +10,7 @@ from psservice.data_leases.codec import share_to_messages
 from psservice.data_leases.dataset import Plan, SampleRequest
 from psservice.shard.join import leave
 from psservice.shard.lifecycle import finish as finish_run
-from psservice.shard.push import prepare_push
+from psservice.shard.push import check_push, prepare_push
 from psservice.shard.rollback import roll_back
 from psservice.shard.samples import lease_samples
 from psservice.state.stream_readers import read_all, read_push
@@ -55,6 +55,20 @@ def held(shard, who=ANNA):
 
 def serving_here(**options):
     return serving(LAYOUT, torch.zeros(LAYOUT.size), **options)
+
+
+def test_no_bound_on_leads_holds_a_worker_for_one_that_waits_for_its_samples():
+    with serving_here(ssp_bound=1) as shard:
+        join(shard, LAYOUT, BERT)
+        lease(shard, ANNA, samples=30)
+        while lease(shard, BERT, samples=10, held=held(shard, BERT)).granted:
+            pass
+        push(shard, 1, {0: 1.0})
+        assert reason_of(check_push, shard, ANNA, 2) is ErrorCode.TOO_FAR_AHEAD
+        finish(shard, 1, held(shard, BERT), BERT)
+        assert not lease(shard, BERT, samples=10).granted
+        for step in (2, 3, 4):
+            push(shard, step, {0: 1.0}, base=shard.model.version)
 
 
 def test_samples_are_finished_when_their_push_is_applied_and_by_a_repeat_not_again():

@@ -1,10 +1,12 @@
 """What the other shards do when shard 0 tells them of the run."""
 
+import pytest
 import torch
 
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.shard.following import follow, news_of
 from psservice.shard.lifecycle import end_leases, finish
+from psservice.shard.rollback import roll_back
 from psservice.state.run import RunState
 from tests.psservice.service_makers import F32, layout_of
 from tests.psservice.shard_makers import ANNA, BERT, HOUR, join, open_shards, push, serving_shards, upload, with_clock
@@ -46,6 +48,43 @@ def test_a_shard_does_not_wait_for_the_last_push_of_a_worker_that_is_gone():
 
 def test_a_run_that_an_operator_has_ended_ends_at_once():
     with serving_shards(2, LAYOUT, ZEROS, run_id="run") as (first, second):
+        finish(first)
+        follow(second, news_of(first))
+        assert second.run.state is RunState.FINISHED
+
+
+@pytest.mark.parametrize("first_to_go_back", [0, 1])
+def test_a_run_that_goes_back_before_its_end_is_not_ended_again(first_to_go_back, tmp_path):
+    with serving_shards(2, LAYOUT, ZEROS, end_versions=2, run_id="run", data_dir=tmp_path) as shards:
+        first, second = shards
+        for step in (1, 2):
+            for shard, entry in ((first, 1), (second, 7)):
+                push(shard, step, {entry: 1.0}, base=step - 1)
+        follow(second, news_of(first))
+        for shard in sorted(shards, key=lambda shard: shard is not shards[first_to_go_back]):
+            roll_back(shard, 0, "")
+            follow(second, news_of(first))  # still of the end, if the second shard goes back first
+        end_leases(second)
+        assert [shard.run.state for shard in shards] == [RunState.TRAINING, RunState.TRAINING]
+        for step in (3, 4):
+            for shard, entry in ((first, 1), (second, 7)):
+                push(shard, step, {entry: 1.0}, base=step - 3)
+        follow(second, news_of(first))
+        assert [(shard.run.state, shard.model.version) for shard in shards] == [(RunState.FINISHED, 2)] * 2
+
+
+def test_a_run_that_an_operator_has_ended_goes_back_and_ends_once_more(tmp_path):
+    with serving_shards(2, LAYOUT, ZEROS, run_id="run", data_dir=tmp_path) as (first, second):
+        for shard, entry in ((first, 1), (second, 7)):
+            push(shard, 1, {entry: 1.0})
+        finish(first)
+        follow(second, news_of(first))
+        for shard in (second, first):
+            roll_back(shard, 0, "")
+        for _ in range(2):
+            follow(second, news_of(first))
+            end_leases(second)
+        assert second.run.state is RunState.TRAINING
         finish(first)
         follow(second, news_of(first))
         assert second.run.state is RunState.FINISHED

@@ -3,6 +3,7 @@
 import pytest
 
 from pscore.wire.errors import ErrorCode
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.shard.lifecycle import end_leases
 from psservice.shard.rollback import LONGEST_HOLD_SECONDS, abandon, commit, prepare
 from psservice.storage.files import Files
@@ -62,6 +63,15 @@ def test_a_shard_goes_on_as_before_if_what_was_prepared_is(how, shard, tmp_path,
     with Shard(after_a_crash(tmp_path / "live")) as again:
         assert_same(again, shard)
         assert again.leases.is_live(BERT)
+
+
+def test_what_a_worker_tells_of_another_shard_while_the_shard_holds_is_forgotten_with_the_rest(shard, tmp_path):
+    ready = prepare(shard, 1, "")
+    shard.state.histories.hear(pb.ShardHistory(shard_index=1, generation=7, version=3))
+    end_leases(shard)
+    commit(shard, ready.ticket)
+    with Shard(after_a_crash(tmp_path / "live")) as again:
+        assert again.state.histories.known() == shard.state.histories.known() == []
 
 
 def test_a_shard_that_dies_between_the_steps_has_the_present_model(shard, tmp_path):
