@@ -4,9 +4,12 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from statistics import fmean, stdev
 
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from benchmarks.harness.plots import Plot, frame, legend, style_of
 from benchmarks.harness.section import Section, Table
 from benchmarks.rivals.campaign import Campaign, Measured, is_twin, mean_bytes, time_to
-from benchmarks.rivals.cells import ABSENT_SECONDS, PACES, SEEDS, SLOWNESS, TASK, Cell
+from benchmarks.rivals.cells import ABSENT_SECONDS, PACES, SCENARIOS, SEEDS, SLOWNESS, TASK, Cell
 from benchmarks.rivals.contenders import CONTENDERS, DENSE_STEPS, PERIOD
 
 _Curves = Mapping[str, Sequence[Sequence[tuple[float, float]]]]
@@ -14,8 +17,51 @@ _Curves = Mapping[str, Sequence[Sequence[tuple[float, float]]]]
 
 
 def section(campaign: Campaign, cells: Sequence[Cell], targets: Sequence[float]) -> Section:
-    """Return tables, answers, and how they were measured."""
-    return Section("rivals", "Time to the same loss", _tables(campaign, targets), notes=_notes(campaign, cells))
+    """Return tables, pictures, and how they were measured."""
+    counts = dict.fromkeys(cell.workers for cell, _ in campaign.measured)
+    plots = [plot for each in product(counts, targets) if (plot := _over_rates(campaign, *each))]
+    return Section("rivals", "Time to the same loss", _tables(campaign, targets), plots, _notes(campaign, cells))
+
+
+def _over_rates(campaign: Campaign, workers: int, target: float) -> Plot | None:
+    """Draw the time to a target over the networks' rates, a place a delay and scenario; ``None`` if nobody gets there.
+
+    Of seeds the mean, if all get there.
+    """
+    cells = list(dict.fromkeys(cell for cell, _ in campaign.measured if cell.workers == workers))
+    places = sorted({(cell.delay_ms, cell.scenario) for cell in cells})
+    figure, planes = frame(len(places), 3.6, share=True)
+    rates, is_empty = sorted({cell.mbits for cell in cells}), True
+    for (delay_ms, scenario), plane in zip(places, planes, strict=True):
+        here = sorted(cell for cell in cells if (cell.delay_ms, cell.scenario) == (delay_ms, scenario))
+        for number, (key, contender) in enumerate(CONTENDERS.items()):
+            found = [(cell.mbits, _fastest(target, {key: _curves(campaign, cell, key)})) for cell in here]
+            points = [(mbits, fastest[0]) for mbits, fastest in found if fastest is not None]
+            colour, marker = style_of(number)
+            plane.plot(
+                [mbits for mbits, _ in points],
+                [seconds for _, seconds in points],
+                label=contender.title,
+                color=colour,
+                marker=marker,
+                markersize=6,
+                linestyle="-" if contender.method else "--",
+            )
+            is_empty &= not points
+        plane.set_xscale("log")
+        plane.set_yscale("log")
+        plane.set_xticks(rates, labels=[f"{mbits:g}" for mbits in rates])
+        for axis in (plane.xaxis, plane.yaxis):
+            axis.set_minor_formatter(NullFormatter())
+        plane.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        plane.yaxis.set_major_formatter(FuncFormatter(lambda seconds, _: f"{seconds:g}"))
+        plane.set_xlim(min(rates) / 2, max(rates) * 2)
+        plane.set_xlabel("Mbit/s of each card")
+        plane.set_title(f"{delay_ms:g} ms, {SCENARIOS[scenario]}", fontsize=10)
+    planes[0].set_ylabel(f"seconds to {target:g} nats")
+    caption = "Solid: ours. Dashed: rivals. Missing: not reached with every seed."
+    title = f"{workers} workers: seconds until the test loss is {target:g} nats"
+    return None if is_empty else Plot(f"rivals-{workers}-{target:g}", title, caption, legend(figure, planes[0], 4))
 
 
 def _tables(campaign: Campaign, targets: Sequence[float]) -> list[Table]:

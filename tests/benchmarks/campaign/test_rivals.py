@@ -110,6 +110,7 @@ def test_a_rival_is_trained_once_and_timed_in_each_cell(tmp_path, network):
     assert campaign.measured[CELL, "power-1"][0][2:4] == (100, 200)
     assert campaign.measured[CELL, "power-1"][0].gloo_seconds == pytest.approx(0.01)
     section = report.section(campaign, [CELL, CELL._replace(scenario="slow")], [3.0, 1.0])
+    assert [plot.key for plot in section.plots] == ["rivals-4-3"], "nobody gets to 1.0"
     words = markdown("Rivals", describe("x", []), [section])
     assert f"| 100 Mbit/s, 0 ms, all equal |{' 2 |' * len(in_cell)} 1.00 × | 0.67 × |" in words
     assert f"| 100 Mbit/s, 0 ms, all equal |{' – |' * (len(in_cell) + 2)}" in words
