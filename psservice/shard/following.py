@@ -51,10 +51,9 @@ def follow(shard: Shard, news: pb.RunNews) -> None:
         member.has_no_samples = member.identity.worker_id in without
     shard.leases.waiters.wake()
     close_rounds_after_leave(shard)
-    if news.run_state != pb.RUN_STATE_FINISHED:
-        shard.ends_with = None
-    elif news.generation != shard.undone_end:
-        worker = Identity(news.last_worker.worker_id, news.last_worker.incarnation)
-        shard.ends_with = End(worker, news.last_step, news.generation)
-        if shard.model is not None:
-            shard.apply_thread.run(lambda: end_if_over(shard))
+    worker = Identity(news.last_worker.worker_id, news.last_worker.incarnation)
+    with shard.join_lock:  # under which a restore undoes an end
+        is_over = news.run_state == pb.RUN_STATE_FINISHED and news.generation != shard.undone_end
+        shard.ends_with = End(worker, news.last_step, news.generation) if is_over else None
+    if is_over and shard.model is not None:
+        shard.apply_thread.run(lambda: end_if_over(shard))
