@@ -23,8 +23,14 @@ _HANDSHAKE_SECONDS = 10
 _lines_of_minute: Counter[int] = Counter()
 
 
-def _is_one_of_few(record: logging.LogRecord) -> bool:
-    """Pass few lines a minute: anybody can make gRPC log a traceback, by headers that are no UTF-8."""
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Pass few lines a minute: anybody can make gRPC log a traceback, by headers that are no UTF-8.
+
+    None if a client has gone while gRPC sends the end of its call (``ExecuteBatchError``): no fault, and common when
+    workers are killed.
+    """
+    if record.exc_info and type(record.exc_info[1]).__name__ == "ExecuteBatchError":
+        return False
     minute = int(record.created // 60)
     if minute not in _lines_of_minute:
         _lines_of_minute.clear()
@@ -32,7 +38,7 @@ def _is_one_of_few(record: logging.LogRecord) -> bool:
     return _lines_of_minute[minute] <= _LINES_A_MINUTE
 
 
-logging.getLogger("grpc._cython.cygrpc").addFilter(_is_one_of_few)
+logging.getLogger("grpc._cython.cygrpc").addFilter(_is_worth_a_line)
 
 OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a silent share
