@@ -15,6 +15,7 @@ from benchmarks.network.lab import Lab
 from benchmarks.rivals.cells import (
     ABSENT_SECONDS,
     PACES,
+    SEEDS,
     SLOWNESS,
     SMOKE_CONTENDERS,
     SMOKE_OPTIMIZER,
@@ -27,7 +28,7 @@ from benchmarks.rivals.cells import (
 from benchmarks.rivals.contenders import CONTENDERS, DENSE_STEPS, INNERS, PERIOD, Contender
 from benchmarks.rivals.worker import Job, Moment, Told
 
-_SEARCH_SEED, _SEED = 100, 0
+_SEARCH_SEED = 100
 _TIMED_STEPS = DENSE_STEPS + 2 * PERIOD
 """Steps of a rival in a cell: its trajectory does not depend on the network, its time of a step does."""
 
@@ -73,7 +74,7 @@ class Campaign:
         self,
         journal: Journal,
         samples: int,
-        seeds: Callable[[Cell], Sequence[int]] = lambda cell: (0,),
+        seeds: Callable[[Cell], Sequence[int]] = lambda cell: SEEDS[:1],
         do: Train = train,
         smoke: bool = False,
     ) -> None:
@@ -136,7 +137,7 @@ class Campaign:
                 found = self.measured.get((equal, contender.key), {}).get(job.seed)
                 return None if found is None else replace(paced, back_at=_back_at(paced, found.step_seconds))
         elif is_rival:  # its time of a step does not depend on the seed
-            paced = replace(paced, seed=_SEED, steps=min(paced.steps, _TIMED_STEPS))
+            paced = replace(paced, seed=SEEDS[0], steps=min(paced.steps, _TIMED_STEPS))
         return paced
 
     def _tune(self, contender: Contender, workers: int) -> tuple[str, float]:
@@ -192,9 +193,8 @@ def time_to(target: float, curve: Sequence[tuple[float, float]]) -> float | None
 
 def is_twin(contender: Contender, workers: int) -> bool:
     """Tell whether a contender before this one does the same with so many workers: 3 of 4 are all but one."""
-    options = contender.options(workers)
     before = list(CONTENDERS.values())[: list(CONTENDERS).index(contender.key)]
-    return bool(options) and any(each.options(workers) == options for each in before)
+    return bool(contender.method) and any(each.options(workers) == contender.options(workers) for each in before)
 
 
 def _timed(alone: Told, timed: Told) -> list[tuple[int, float, float]]:

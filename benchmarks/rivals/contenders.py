@@ -75,9 +75,8 @@ class Contender:
 
     def options(self, workers: int) -> dict[str, Any]:
         """Return further keywords of the method's optimizer."""
-        if self.quorum is None:
-            return {}
-        rounds = psclient.Rounds(quorum=self.quorum(workers), start_workers=workers)
+        quorum = self.quorum(workers) if self.quorum else None
+        rounds = psclient.Rounds(quorum=quorum, start_workers=workers) if quorum else None
         return {"rounds": rounds, "overlap": self.overlap}
 
 
