@@ -1,6 +1,7 @@
 """``psservice serve``: a server of one shard, or of all shards of a host."""
 
 import gc
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -18,11 +19,10 @@ EXIT_FAILED = 70  # EX_SOFTWARE of sysexits.h
 
 def serve(arguments: Sequence[str]) -> int:
     """Serve until told to stop, with these flags; return the exit status."""
-    # Until Server.run handles them: the first process of a container ignores a signal without a handler, and would be
+    # Until a SignalThread hears them: the first process of a container ignores a signal without a handler, and would be
     # killed at the end of its grace period.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: sys.exit(EXIT_DONE))
-    signal.signal(signal.SIGHUP, lambda *_: None)  # of a terminal that is closed
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, _: _end_a_start(signal.Signals(number)))
 
     if sys.stderr and sys.stderr.isatty():
         print("psservice: loading PyTorch", file=sys.stderr)  # seconds, in which nothing else can be said
@@ -50,18 +50,26 @@ def _serve_shard(settings: "ServerSettings", health: "SharedHealth | None" = Non
     from pscore.model.modelfile import ModelFileError
     from psservice.observability import log_lines
     from psservice.process.server import Server, ShardFailedError, StartError
+    from psservice.process.signals import SignalThread
 
+    signals = SignalThread(_end_a_start)
     if settings.num_shards > 1:
         log_lines.configure(settings.log_level, settings.log_format, settings.shard_index)
     command = f"serve: shard {settings.shard_index}" if health else "serve"
     try:
         with log_lines.in_thread():
-            Server(settings, health).run()
+            Server(settings, health).run(signals)
     except (StartError, ModelFileError) as error:
         return failed(command, error)
     except ShardFailedError as error:
         return failed(command, error, EXIT_FAILED)
     return EXIT_DONE
+
+
+def _end_a_start(number: signal.Signals) -> None:
+    """End this process, whose server has not started; what that has done by then is as after a crash."""
+    if number is not signal.SIGHUP:  # of a terminal that is closed
+        os._exit(EXIT_DONE)
 
 
 def failed(command: str, error: Exception | str, status: int = EXIT_UNABLE) -> int:

@@ -21,6 +21,7 @@ from psservice.observability.metrics import Metrics
 from psservice.process.maintenance import MaintenanceThread
 from psservice.process.ready import tell_ready
 from psservice.process.shared_health import SharedHealth
+from psservice.process.signals import SignalThread
 from psservice.rpc.auth import Authenticator
 from psservice.rpc.calls import SERVICE, handlers_of
 from psservice.rpc.certificates import ServerCertificates
@@ -83,7 +84,7 @@ class Server:
         self._follower: Follower | None = None
         self._certificates: ServerCertificates | None = None
         self._web: WebServer | None = None
-        self._told: queue.SimpleQueue[_Word] = queue.SimpleQueue()  # whose put a signal may interrupt
+        self._told: queue.SimpleQueue[_Word] = queue.SimpleQueue()
         self._serving, self._reporting = False, threading.Lock()
         self.address = self.health_address = self.metrics_address = ""
         try:
@@ -143,15 +144,13 @@ class Server:
             self._follower = Follower(self.shard, authenticator)
         self._maintenance = MaintenanceThread(lambda: self.shard.model.layout.size if self.shard.model else 0)
 
-    def run(self) -> None:
+    def run(self, signals: SignalThread) -> None:
         """Announce the addresses, wait for SIGTERM, SIGINT or the parent's end, then drain and stop.
 
         SIGHUP, which a terminal sends when it is closed, ends nothing: files of secrets are read again if they have
         changed. Raises :class:`ShardFailedError` if the server has stopped because an update failed half-way.
         """
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: self._ask_to_stop())
-        signal.signal(signal.SIGHUP, lambda *_: self._told.put(_Word.READ_AGAIN))
+        signals.hear = lambda number: self._told.put(_Word.READ_AGAIN if number is signal.SIGHUP else _Word.STOP)
         addresses = {"address": self.address, "health": self.health_address, "metrics": self.metrics_address}
         device, settings = str(self.shard.device), shown(self.settings)
         log.info("serving", extra={**addresses, "device": device, "version": __version__, "settings": settings})

@@ -47,6 +47,7 @@ class ShardProcesses:
     """
 
     def __init__(self, settings: ServerSettings, serve: Serve) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # from here on ``run`` hears them: there is a folder to clean
         self._folder = tempfile.TemporaryDirectory(prefix="psservice-")  # nobody else may enter it
         coordinator = f"unix:{self._folder.name}/shard-0"
         self._settings = _with_ports(settings).model_copy(update={"coordinator": coordinator})
@@ -63,7 +64,6 @@ class ShardProcesses:
         A status is 128 and the number of the signal if a signal has killed the shard, as shells have it.
         """
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent that ignores it would have the kernel forget statuses
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         for shard in range(len(self._lives)):
             self._start(shard)
         parent = self._settings.parent_pid
@@ -100,8 +100,6 @@ class ShardProcesses:
             return
         status = 1
         try:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a terminal; the parent passes it on
-            signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # until the server handles it: nothing has begun
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
             if self._ready_fd is not None:
                 os.close(self._ready_fd)

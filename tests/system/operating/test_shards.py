@@ -229,7 +229,7 @@ def serve(settings, health):
         os.kill(os.getpid(), signal.SIGKILL)
     return int(sys.argv[1])
 
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 settings = ServerSettings(shards=2, listen="127.0.0.1:0")
 sys.exit(shard_processes.ShardProcesses(settings, serve).run())
 """
