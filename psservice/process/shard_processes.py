@@ -47,7 +47,7 @@ class ShardProcesses:
     """
 
     def __init__(self, settings: ServerSettings, serve: Serve) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # from here on ``run`` hears them: there is a folder to clean
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # run hears them: from here on there is a folder to clean
         self._folder = tempfile.TemporaryDirectory(prefix="psservice-")  # nobody else may enter it
         coordinator = f"unix:{self._folder.name}/shard-0"
         self._settings = _with_ports(settings).model_copy(update={"coordinator": coordinator})
