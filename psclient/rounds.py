@@ -13,7 +13,8 @@ class Rounds:
     """Train synchronously: each version of the model is the mean of one update from every live worker.
 
     Any method takes it as ``rounds=``. A worker that comes too late for a round keeps its update in its residual. Pulls
-    wait for the round's end, each shard's by itself.
+    wait for the round's end, each shard's by itself. If workers are not equally fast, ``wait_factor`` lets fast ones
+    go on, and takes what the slow ones bring, whenever that is.
 
     Attributes:
         quorum: contributions that close a round (backup workers; Chen et al., 2016): the ``q`` fastest of ``W``;
@@ -21,6 +22,9 @@ class Rounds:
         seconds: after a round's first contribution, when it closes with those that are there; ``None`` for no limit.
         start_workers: how many live workers the first round of a run waits for, so that the first to come does not
             train alone until the others have joined; of a run that begins at version 0.
+        wait_factor: a round waits for no worker that takes more than so many times as long as the median worker; 1.5,
+            say. The server measures that from round to round. An update that comes late is then part of the round that
+            is open, and not refused. ``None`` waits for every live worker, and refuses what is late.
 
     Raises:
         ConfigurationError: a value is out of its range.
@@ -29,6 +33,7 @@ class Rounds:
     quorum: int | None = None
     seconds: float | None = None
     start_workers: int = 1
+    wait_factor: float | None = None
 
     def __post_init__(self) -> None:
         if self.quorum is not None:
@@ -36,14 +41,19 @@ class Rounds:
             object.__setattr__(self, "quorum", quorum)
         workers = whole_number(self.start_workers, "start_workers must be a number of workers", 1)
         object.__setattr__(self, "start_workers", workers)
-        if self.seconds is None:
-            return
-        is_time = isinstance(self.seconds, numbers.Real) and not isinstance(self.seconds, bool)
-        if not (is_time and 0 < self.seconds < float("inf")):
-            raise ConfigurationError(f"seconds must be a finite number above 0, or None, not {self.seconds!r}")
-        object.__setattr__(self, "seconds", float(self.seconds))
+        for name, least in (("seconds", 0), ("wait_factor", 1)):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            if not (is_number and least < float(value) < float("inf")):
+                raise ConfigurationError(f"{name} must be a finite number above {least}, or None, not {value!r}")
+            object.__setattr__(self, name, float(value))
 
     def agreed(self) -> str:
         """Return it as the text in which workers must agree."""
         limits = {"quorum": self.quorum or 0, "seconds": self.seconds or 0.0}  # the protocol's words for none
-        return json.dumps(asdict(self) | limits, sort_keys=True)
+        agreed = asdict(self) | limits
+        if self.wait_factor is None:
+            del agreed["wait_factor"]
+        return json.dumps(agreed, sort_keys=True)

@@ -18,6 +18,8 @@ DENSE_STEPS = 10
 """PowerSGD's first steps, whole as in its authors' runs: its approximation starts from gradients of some size."""
 LEAST_DENSE_STEPS = 2
 """The fewest that its hook takes: of a group that is formed anew during the training."""
+WAIT_FACTOR = 1.5
+"""How many times as long as the median worker one may take for a round to wait for it."""
 PERIOD = 8
 """Local steps between two averages."""
 OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
@@ -54,7 +56,7 @@ class Contender:
         key: its name in the journal.
         title: its name for readers.
         method: key of :data:`~benchmarks.campaign.methods.METHODS`; empty for a rival.
-        quorum: contributions that close a round, of so many workers; ``None`` trains without rounds.
+        rounds: makes the rounds of so many workers; ``None`` trains without.
         overlap: whether the method sends what it has selected while the gradient is computed.
         hook: makes DDP's hook and its state, from the number of first steps that are sent whole; ``None`` for whole
             gradients in fp32; unused where there is a method.
@@ -66,7 +68,7 @@ class Contender:
     key: str
     title: str
     method: str = ""
-    quorum: Callable[[int], int] | None = None
+    rounds: Callable[[int], psclient.Rounds] | None = None
     overlap: bool = False
     hook: Callable[[int], tuple[Any, Hook]] | None = None
     local: bool = False
@@ -75,9 +77,15 @@ class Contender:
 
     def options(self, workers: int) -> dict[str, Any]:
         """Return further keywords of the method's optimizer."""
-        quorum = self.quorum(workers) if self.quorum else None
-        rounds = psclient.Rounds(quorum=quorum, start_workers=workers) if quorum else None
-        return {"rounds": rounds, "overlap": self.overlap}
+        return {"rounds": self.rounds(workers) if self.rounds else None, "overlap": self.overlap}
+
+
+def _rounds_of(quorum: Callable[[int], int]) -> Callable[[int], psclient.Rounds]:
+    return lambda workers: psclient.Rounds(quorum=quorum(workers), start_workers=workers)
+
+
+def _rounds_of_who_is_due(workers: int) -> psclient.Rounds:
+    return psclient.Rounds(start_workers=workers, wait_factor=WAIT_FACTOR)
 
 
 def _power(rank: int) -> Contender:
@@ -91,10 +99,13 @@ CONTENDERS = {
     each.key: each
     for each in (
         Contender("rmsprop", "ours, no rounds", "rmsprop"),
-        Contender("rounds", "ours, rounds of all", "rmsprop", lambda workers: workers),
-        Contender("but-one", "ours, rounds of all but one", "rmsprop", lambda workers: workers - 1),
-        Contender("most", "ours, rounds of 3/4", "rmsprop", lambda workers: math.ceil(0.75 * workers)),
-        Contender("overlap", "ours, rounds of all, overlap", "rmsprop", lambda workers: workers, overlap=True),
+        Contender("rounds", "ours, rounds of all", "rmsprop", _rounds_of(lambda workers: workers)),
+        Contender("but-one", "ours, rounds of all but one", "rmsprop", _rounds_of(lambda workers: workers - 1)),
+        Contender("most", "ours, rounds of 3/4", "rmsprop", _rounds_of(lambda workers: math.ceil(0.75 * workers))),
+        Contender("paced", "ours, rounds of who is due", "rmsprop", _rounds_of_who_is_due, tuned_as="rounds"),
+        Contender(
+            "overlap", "ours, rounds of all, overlap", "rmsprop", _rounds_of(lambda workers: workers), overlap=True
+        ),
         Contender("ddp", "DDP"),
         Contender("fp16", "DDP, fp16", hook=lambda _: (None, fp16_compress_hook), tuned_as="ddp"),
         _power(1),

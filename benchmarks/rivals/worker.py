@@ -187,7 +187,7 @@ def serve_and_train(connection: Connection, job: Job, rank: int, space: str, add
     assert isinstance(optimizer, ParameterServerOptimizer)
     assert scheduled is not None
     highest = scheduled.param_groups[0]["lr"]
-    versions_a_step = job.workers if contender.quorum is None else 1
+    versions_a_step = job.workers if contender.rounds is None else 1
     loop.start(connection)
     while (steps := optimizer.version / versions_a_step) < job.all_steps:
         for group in scheduled.param_groups:

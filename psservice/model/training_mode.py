@@ -6,6 +6,7 @@ Workers name the rule in the settings in which all must agree (``update``; left 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated, Literal
 
 import pydantic.dataclasses
 from pydantic import Field, TypeAdapter, ValidationError
@@ -37,11 +38,14 @@ class RoundSettings:
         quorum: contributions that are enough; 0 for those of all live workers.
         seconds: after the first contribution, when the round closes with what is there; 0 for no such limit.
         start_workers: live workers that the first round of a run waits for.
+        wait_factor: how many times as long as the median worker's a contribution may take for a round to wait for it;
+            0 to wait for all. With it a late contribution is taken into the round that is open.
     """
 
     quorum: int = Field(ge=0, le=_MOST_WORKERS)
     seconds: float = Field(ge=0, allow_inf_nan=False)
     start_workers: int = Field(ge=1, le=_MOST_WORKERS)
+    wait_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] | Literal[0] = 0
 
     @classmethod
     def parse(cls, settings: Mapping[str, str]) -> "RoundSettings | None":

@@ -24,6 +24,7 @@ class SynchronousRound:
     ``overwrites`` is told which elements of the exported tensors are about to change.
 
     Attributes:
+        settings: when it closes.
         dropped: workers whose contribution a rollback has dropped and who have made none since; none waits for them.
         is_empty: whether no update at all is in the round.
     """
@@ -36,7 +37,7 @@ class SynchronousRound:
         clock: Callable[[], float],
         overwrites: Overwrites = lambda tensor, offsets: None,
     ) -> None:
-        self._settings, self._span, self._clock, self._overwrites = settings, span, clock, overwrites
+        self.settings, self._span, self._clock, self._overwrites = settings, span, clock, overwrites
         self._sum = torch.zeros(span.length, dtype=torch.float32, device=device)
         self._touched = torch.zeros(span.length, dtype=torch.bool, device=device)
         self._opened = 0.0
@@ -46,27 +47,30 @@ class SynchronousRound:
         self.dropped: set[str] = set()
         self.is_empty = True
 
-    def is_due(self, live: Collection[str], *, is_first: bool) -> bool:
-        """Tell whether the round closes, given the live workers; from any thread. ``is_first`` of the run."""
-        settings, contributors = self._settings, self.contributors
+    def is_due(self, live: Collection[str], awaited: Collection[str], *, is_first: bool) -> bool:
+        """Tell whether the round closes, given the live workers and those of them that it waits for; from any thread.
+
+        ``is_first``: whether it is the first round of the run.
+        """
+        settings, contributors = self.settings, self.contributors
         if not contributors or self._lacks_workers(live, is_first=is_first):
             return False
         if settings.seconds and self._clock() - self._opened >= settings.seconds:
             return True
         if settings.quorum and len(contributors) >= settings.quorum:
             return True
-        return all(name in contributors or name in self.dropped for name in live)
+        return all(name in contributors or name in self.dropped for name in awaited)
 
     def seconds_left(self, live: Collection[str], *, is_first: bool) -> float:
         """Return the time until the clock closes the round; infinite if only workers do."""
-        limit = self._settings.seconds
+        limit = self.settings.seconds
         if not limit or self._lacks_workers(live, is_first=is_first):
             return math.inf
         return max(0.0, self._opened + limit - self._clock())
 
     def _lacks_workers(self, live: Collection[str], *, is_first: bool) -> bool:
         """Tell whether the first round waits for more workers to join."""
-        return is_first and len({*live, *self.contributors}) < self._settings.start_workers
+        return is_first and len({*live, *self.contributors}) < self.settings.start_workers
 
     def add(self, worker: str, update: SparseSlice | None, context: PushContext = PLAIN) -> None:
         """Add a contribution (``NON_FINITE``); several of one worker count as one, a flush (no samples) as none."""

@@ -7,6 +7,7 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.telemetry.tracing import traced
 from pscore.wire.errors import Rejected
 from psservice.model.parameters import ModelPart, ModelShard
+from psservice.rounds.expected import ExpectedWorkers
 from psservice.rounds.round import SynchronousRound
 from psservice.rules.base import PLAIN, PushContext
 from psservice.rules.changed import changed_by
@@ -46,6 +47,11 @@ class RoundShard(ModelShard):
             version = self._advance(changed_by(None))
         self.round.open_next()
         return version
+
+    def expected_workers(self) -> ExpectedWorkers | None:
+        """Return what tells for whom the rounds wait; ``None`` if for all live workers."""
+        factor = self.round.settings.wait_factor
+        return ExpectedWorkers(factor, self.clock) if factor else None
 
     def waiting(self) -> set[str]:
         """Return the workers that are in the open round, or were dropped with one and have not contributed again."""

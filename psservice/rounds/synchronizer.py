@@ -7,16 +7,22 @@ from dataclasses import dataclass
 
 from pscore.wire.errors import ErrorCode
 from psservice.awaiting import NotYetError
+from psservice.rounds.expected import ExpectedWorkers
 from psservice.rounds.round_shard import RoundShard
 from psservice.state.v1 import journal_pb2 as rec
 from psservice.synchronizer import Synchronizer
+from psservice.values import Identity
 
 
 @dataclass(frozen=True)
 class RoundSynchronizer(Synchronizer):
-    """Synchronous rounds: closed by a push, by the death of the worker that a round waits for, or by the clock."""
+    """Synchronous rounds: closed by a push, by the death of the worker that a round waits for, or by the clock.
+
+    ``expected``: whom rounds wait for; ``None`` if for all live workers.
+    """
 
     model: RoundShard
+    expected: ExpectedWorkers | None = None
 
     @property
     def _is_first(self) -> bool:
@@ -25,7 +31,14 @@ class RoundSynchronizer(Synchronizer):
 
     def is_due(self) -> bool:
         """Apply the rule of the run's settings."""
-        return self.model.round.is_due(self._live(), is_first=self._is_first)
+        live = self._live()
+        awaited = live if self.expected is None else self.expected.of(live)
+        return self.model.round.is_due(live, awaited, is_first=self._is_first)
+
+    def require_acceptable(self, identity: Identity, step: int) -> None:
+        """Refuse nothing: this only notes that the contribution has come."""
+        if self.expected is not None:
+            self.expected.contributes(identity.worker_id)
 
     def _live(self) -> list[str]:
         return [member.identity.worker_id for member in self.leases.members() if member.makes_pushes]
@@ -34,8 +47,11 @@ class RoundSynchronizer(Synchronizer):
         """Apply the mean of the open round, if anything is in it."""
         if not self.model.round.contributors and self.model.round.is_empty:
             return
-        self.metrics.round_contributors.observe(len(self.model.round.contributors))
+        contributors = self.model.round.contributors
+        self.metrics.round_contributors.observe(len(contributors))
         self.commit(rec.RoundClosed(version=self.model.version + 1))
+        if self.expected is not None:
+            self.expected.closed(contributors, self._live())
         self.metrics.version = self.model.version
 
     def require_closed(self, worker: str) -> None:
@@ -47,5 +63,11 @@ class RoundSynchronizer(Synchronizer):
                 f"and waits for others; live workers: {len(self.leases)}"
                 + (", and the first round waits for start_workers of them" if self._is_first else ""),
                 lambda: worker not in self.model.round.contributors,
-                again_seconds=self.model.round.seconds_left(self._live(), is_first=self._is_first),
+                again_seconds=self._seconds_left(),
             )
+
+    def _seconds_left(self) -> float:
+        """Return the time until the clock closes the round; infinite if only workers do."""
+        live = self._live()
+        left = self.model.round.seconds_left(live, is_first=self._is_first)
+        return left if self.expected is None else min(left, self.expected.seconds_left(live))

@@ -91,8 +91,11 @@ def _decide(shard: Shard, member: Member, header: pb.PushHeader, finished: Mappi
         shard.synchronizer.require_acceptable(identity, header.step)
     own = state.pushes.find(identity).own.since(header.generation, header.base_version)
     staleness = model.version - header.base_version - own
+    rounds = model.mode.rounds
     # A flush has no samples, and is the last chance of its entries.
-    shard.admission.require_fresh(staleness, in_rounds=model.mode.rounds is not None and header.samples > 0)
+    shard.admission.require_fresh(
+        staleness, in_rounds=rounds is not None and not rounds.wait_factor and header.samples > 0
+    )
     _require_in_step(shard, member)
     if finished:  # in a run that leases samples; refused here if they cannot be finished
         state.datasets.finish(identity, finished)

@@ -232,7 +232,9 @@ class Shard:
         parts = (self.leases, self.commit, self.apply_thread, self.metrics)
         if isinstance(model, GroupedShard):
             return WagmaSynchronizer(model, *parts, self.memory.has_room)
-        return RoundSynchronizer(model, *parts) if isinstance(model, RoundShard) else None
+        if isinstance(model, RoundShard):
+            return RoundSynchronizer(model, *parts, model.expected_workers())
+        return None
 
     def restart(self, state: ShardState) -> None:
         """Begin with a recovered state, whose workers get a new lease each; before anything is served."""

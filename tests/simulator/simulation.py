@@ -25,6 +25,7 @@ METHODS = {
     "asynchronous": {},
     "rounds": {"rounds": '{"quorum": 0, "seconds": 0, "start_workers": 1}'},
     "quorum": {"rounds": '{"quorum": 2, "seconds": 3, "start_workers": 1}'},
+    "unequal": {"rounds": '{"quorum": 0, "seconds": 0, "start_workers": 1, "wait_factor": 1.5}'},
     "groups": {"update": "average", "group_size": "2", "tau": "2", "late": "replace"},
 }
 

@@ -1,6 +1,7 @@
 """Whole runs in virtual time: real shards and their RPC layer, disks that fail, connections that break.
 
-Three workers train on one to three shards: asynchronously, with SSP, in rounds, in rounds with a quorum, or with WAGMA.
+Three workers train on one to three shards: asynchronously, with SSP, in rounds, in rounds with a quorum, in
+rounds of those who are fast enough, or with WAGMA.
 Processes die at any write, lose power, find no room, cannot sync; connections break at any message; operators take
 snapshots and go back. Every push that was answered is in the parameters exactly once, bit for bit; every reply has what
 its version had; and nobody waits for ever. SIMULATOR_HISTORIES and SIMULATOR_SEED choose other histories.

@@ -89,6 +89,8 @@ def test_an_argument_of_another_kind_is_named_with_what_is_wanted(options, wante
         lambda: psclient.Rounds(quorum=True),
         lambda: psclient.Rounds(start_workers=np.bool_(True)),
         lambda: psclient.Rounds(seconds=True),
+        lambda: psclient.Rounds(wait_factor=1),
+        lambda: psclient.Rounds(wait_factor=float("inf")),
         lambda: psclient.schedules.dgc_warmup(True),
         lambda: psclient.Outer(torch.optim.SGD(make_model().parameters(), lr=0.1), sync_every=True),
         lambda: psclient.WAGMA(torch.optim.SGD(make_model().parameters(), lr=0.1), tau=True),

@@ -66,7 +66,7 @@ def push(model, density, draw):
     values = torch.randn(SIZE if offsets is None else offsets.numel(), generator=generator)
     update = SparseSlice(model.span, offsets, values) if values.numel() else None
     model.take(draw.choice("ab"), update, PushContext(0, 0.1, 1))
-    if model.mode.rounds is not None and model.round.is_due(["a", "b"], is_first=False):
+    if model.mode.rounds is not None and model.round.is_due(["a", "b"], ["a", "b"], is_first=False):
         model.close_round()
 
 

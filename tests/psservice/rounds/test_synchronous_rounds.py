@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 from contextlib import closing
 
 import pytest
@@ -16,6 +17,7 @@ from pscore.wire.errors import ErrorCode
 from psservice.data_leases.dataset import Plan, SampleRequest
 from psservice.model.training_mode import RoundSettings
 from psservice.observability.metrics import Metrics
+from psservice.rounds.expected import ExpectedWorkers
 from psservice.rounds.round import SynchronousRound
 from psservice.rules.base import PushContext
 from psservice.settings import ServerSettings
@@ -47,8 +49,8 @@ LAYOUT = layout_of((4, F32))
 ZERO = torch.zeros(4)
 
 
-def rounds(quorum=0, seconds=0.0, start_workers=1):
-    return {"rounds": json.dumps({"quorum": quorum, "seconds": seconds, "start_workers": start_workers})}
+def rounds(quorum=0, seconds=0.0, start_workers=1, **further):
+    return {"rounds": json.dumps({"quorum": quorum, "seconds": seconds, "start_workers": start_workers, **further})}
 
 
 @pytest.fixture
@@ -152,6 +154,130 @@ def test_a_round_ends_some_time_after_its_first_contribution_by_the_shards_own_c
         assert pull(shard, ANNA, base=0).version == 1
 
 
+@pytest.fixture
+def at():
+    """A shard whose rounds wait 1.5 times as long as the median worker takes, and what sets its clock."""
+    clock = Clock()
+    settings = ServerSettings(lease_seconds=HOUR)
+    shard = open_shard(settings, torch.device("cpu"), Metrics(), environment=Environment(monotonic=clock))
+
+    def set_clock(seconds):
+        clock.now = seconds
+
+    with closing(shard):
+        begin(shard, ANNA, BERT, CARL, wait_factor=1.5)
+        set_clock(0.0)
+        yield shard, set_clock
+
+
+def contribute(shard, step, *who, base):
+    for each in who:
+        push(shard, step, {0: 1.0}, each, base=base)
+
+
+def test_a_worker_that_takes_longer_than_others_is_not_waited_for_and_counts_when_it_comes(at):
+    """Anna and Bert take 10 seconds, Carl takes 30."""
+    shard, set_clock = at
+    contribute(shard, 1, ANNA, BERT, CARL, base=0)
+    set_clock(10.0)
+    contribute(shard, 2, ANNA, BERT, base=1)
+    set_clock(29.9)
+    assert reason_of(pull, shard, ANNA, base=1) is ErrorCode.ROUND_OPEN, "nobody is known yet"
+    set_clock(30.0)
+    contribute(shard, 2, CARL, base=1)
+    assert shard.model.version == 2
+    set_clock(40.0)
+    contribute(shard, 3, ANNA, BERT, base=2)
+    set_clock(44.9)
+    assert reason_of(pull, shard, ANNA, base=2) is ErrorCode.ROUND_OPEN, "Carl may come within 15 seconds"
+    set_clock(45.0)
+    assert pull(shard, ANNA, base=2).version == 3
+    set_clock(55.0)
+    contribute(shard, 4, ANNA, BERT, base=3)
+    assert shard.model.version == 4, "Carl is late: nobody waits"
+    set_clock(60.0)
+    contribute(shard, 3, CARL, base=2)
+    before = theta(shard)[0].item()
+    set_clock(65.0)
+    contribute(shard, 5, ANNA, BERT, base=4)
+    assert shard.model.version == 5
+    assert theta(shard)[0] == before - 1.0, "the mean of three, with what Carl began three rounds ago"
+    for number in (6, 7):
+        set_clock(15.0 + 10 * number)
+        contribute(shard, number, ANNA, BERT, base=number - 1)
+        assert shard.model.version == number, "Carl is not due"
+    set_clock(95.0)
+    contribute(shard, 8, ANNA, BERT, base=7)
+    assert shard.model.version == 7, "Carl is due within this round"
+    set_clock(97.0)
+    contribute(shard, 4, CARL, base=5)
+    assert shard.model.version == 8
+
+
+def test_a_pause_is_forgotten(at):
+    shard, set_clock = at
+    contribute(shard, 1, ANNA, BERT, CARL, base=0)
+    for number in (2, 3):
+        set_clock(10.0 * number)
+        contribute(shard, number, ANNA, BERT, CARL, base=number - 1)
+    set_clock(40.0)
+    contribute(shard, 4, ANNA, BERT, base=3)
+    set_clock(45.0)
+    assert pull(shard, ANNA, base=3).version == 4, "Carl pauses"
+    set_clock(55.0)
+    contribute(shard, 5, ANNA, BERT, base=4)
+    assert shard.model.version == 5
+    contribute(shard, 4, CARL, base=3)
+    set_clock(65.0)
+    contribute(shard, 6, ANNA, BERT, base=5)
+    set_clock(75.0)
+    contribute(shard, 7, ANNA, BERT, base=6)
+    assert shard.model.version == 6, "Carl is as fast as the others, but for one pause"
+
+
+def test_if_all_have_paused_the_first_to_come_makes_no_round_alone(at):
+    shard, set_clock = at
+    contribute(shard, 1, ANNA, BERT, CARL, base=0)
+    for number in (2, 3):
+        set_clock(10.0 * number)
+        contribute(shard, number, ANNA, BERT, CARL, base=number - 1)
+    set_clock(1000.0)
+    contribute(shard, 4, ANNA, base=3)
+    set_clock(1004.9)
+    assert reason_of(pull, shard, ANNA, base=3) is ErrorCode.ROUND_OPEN
+    contribute(shard, 4, BERT, CARL, base=3)
+    assert shard.model.version == 4
+
+
+@given(
+    factor=st.floats(1.1, 4.0),
+    seconds=st.lists(st.floats(0.5, 2.0), min_size=3, max_size=8),
+    slow=st.floats(10.0, 30.0),
+)
+@settings(deadline=None)
+def test_a_slow_worker_costs_the_others_nothing(factor, seconds, slow):
+    """After it is known: each round lasts as long as the slowest of those that are waited for."""
+    now = 0.0
+    expected = ExpectedWorkers(factor, lambda: now)
+    takes = {f"worker-{number}": each for number, each in enumerate(seconds)} | {"slow": slow}
+    expected.closed(takes, takes)
+    due = dict(takes)
+    while now < 4 * slow:
+        opened, contributed = now, set()
+        while not contributed or expected.of(takes) - contributed:
+            comes, worker = min((due[each], each) for each in takes if each not in contributed)
+            now = max(now, min(comes, now + expected.seconds_left(takes)))
+            if now < comes:
+                break
+            expected.contributes(worker)
+            contributed.add(worker)
+        expected.closed(contributed, takes)
+        due |= {worker: now + takes[worker] for worker in contributed}
+        if opened > 2 * slow:  # by then the others are known
+            usual = statistics.median(takes.values())
+            assert now - opened <= factor * usual * (1 + 1e-9)
+
+
 def test_the_first_round_waits_for_its_workers(shard):
     begin(shard, ANNA, start_workers=2)
     push(shard, 1, {0: 2.0}, ANNA)
@@ -248,6 +374,8 @@ def test_what_was_flushed_last_is_in_the_model_at_the_end(shard):
         '{"quorum": -1, "seconds": 0, "start_workers": 1}',
         '{"quorum": 0, "seconds": 1e999, "start_workers": 1}',
         '{"quorum": 0, "seconds": NaN, "start_workers": 1}',
+        '{"quorum": 0, "seconds": 0, "start_workers": 1, "wait_factor": 1}',
+        '{"quorum": 0, "seconds": 0, "start_workers": 1, "wait_factor": 1e999}',
         '{"quorum": 0, "seconds": 0, "start_workers": 0}',
         '{"quorum": 99999999999, "seconds": 0, "start_workers": 1}',
         '{"quorum": {}, "seconds": 0, "start_workers": 1}',
@@ -307,7 +435,7 @@ def test_a_round_is_due_exactly_when_its_rule_says(live, contributors, quorum, s
     for worker in contributors:
         current.add(worker, None)
     clock.now += age
-    due = current.is_due(live, is_first=False)
+    due = current.is_due(live, live, is_first=False)
     enough = live <= contributors or (quorum and len(contributors) >= quorum) or (seconds and age >= seconds)
     assert due == bool(contributors and enough)
 

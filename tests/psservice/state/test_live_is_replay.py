@@ -45,6 +45,7 @@ LEASE_SECONDS = 20.0
 NAMES = ("anna", "bert", "cleo")
 MODES = {
     "asynchronous": {},
+    "unequal": {"rounds": '{"quorum": 0, "seconds": 0, "start_workers": 1, "wait_factor": 1.5}'},
     "rounds": {"rounds": '{"quorum": 2, "seconds": 0, "start_workers": 1}'},
     "groups": {"update": "average", "group_size": "2", "tau": "2", "late": "replace"},
     "RMSprop": {"update": "rmsprop", "optimizer": '{"name": "RMSprop", "options": {"lr": 0.1}}'},
