@@ -15,6 +15,7 @@ from benchmarks.network import lab
 from benchmarks.rivals import report
 from benchmarks.rivals.campaign import Campaign
 from benchmarks.rivals.cells import LINES, PACES, SCENARIOS, SEEDS, TASK, Cell, cells, decides, train
+from benchmarks.rivals.contenders import CONTENDERS
 
 _UNAVAILABLE = 77
 _QUICK_SAMPLES = 1024
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return options.seeds or SEEDS[: len(SEEDS) if decides(cell) else 1]
 
     def make(journal: Journal) -> tuple[command.Work, Callable[[], list[Section]]]:
-        campaign = Campaign(journal, samples, seeds, train, options.smoke)
+        campaign = Campaign(journal, samples, seeds, train, options.smoke, options.contenders or tuple(CONTENDERS))
         return lambda tell: campaign.run(planned, tell), lambda: [report.section(campaign, planned, targets)]
 
     return command.run(options, given, make)
@@ -62,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     lines = [f"{mbits}/{delay_ms}" for mbits, delay_ms in LINES]
     parser.add_argument("--lines", nargs="+", choices=lines, metavar="MBITS/MS", help=f"networks: {', '.join(lines)}")
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, metavar="NAME", help=", ".join(SCENARIOS))
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, metavar="NAME", help=", ".join(CONTENDERS))
     parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="in place of those of each cell")
     parser.add_argument("--targets", nargs="+", type=float, metavar="NATS", help="test losses to reach")
     return parser

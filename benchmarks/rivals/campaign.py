@@ -63,6 +63,7 @@ class Campaign:
         seeds: of a cell.
         do: does a run.
         smoke: few contenders, and no search.
+        keys: of the contenders that run.
 
     Attributes:
         measured: by cell and key of the contender, then by seed.
@@ -77,6 +78,7 @@ class Campaign:
         seeds: Callable[[Cell], Sequence[int]] = lambda cell: SEEDS[:1],
         do: Train = train,
         smoke: bool = False,
+        keys: Sequence[str] = tuple(CONTENDERS),
     ) -> None:
         self._journal = journal
         self.measured: dict[tuple[Cell, str], dict[int, Measured]] = {}
@@ -84,12 +86,13 @@ class Campaign:
         self.chosen: dict[tuple[int, str], tuple[str, float]] = {}
         self.samples, self._smoke = samples, smoke
         self._seeds, self._do = seeds, do
+        self._keys = SMOKE_CONTENDERS if smoke else keys
 
     def run(self, cells: Sequence[Cell], after: Callable[[], object] = lambda: None) -> None:
         """Do everything, a seed and a cell at a time; ``after`` each one its results are there."""
         for seed in dict.fromkeys(seed for cell in cells for seed in self._seeds(cell)):
             for cell in (cell for cell in cells if seed in self._seeds(cell)):
-                for contender in (CONTENDERS[key] for key in (SMOKE_CONTENDERS if self._smoke else CONTENDERS)):
+                for contender in (CONTENDERS[key] for key in self._keys):
                     if not is_twin(contender, cell.workers):
                         self._measure(cell, contender, seed)
                 after()
