@@ -4,18 +4,17 @@ import math
 import statistics
 from collections.abc import Callable, Collection
 
-_TIMES = 2
-
 
 class ExpectedWorkers:
-    """The workers whose next contribution is due before a round has lasted ``factor`` times as long as a usual one.
+    """The workers that take at most ``factor`` times as long as usual, and that have begun with the open round.
 
     A worker takes from the close of the round in which it contributed to its next contribution; of the last two such
-    times the shorter counts, so that a pause is forgotten, and a first step, which compiles. A usual round is the
-    median of the live workers' times, once those of half of them are known. Until then every worker is expected.
+    times the shorter counts, so that a pause is forgotten. Usual is the median of the live workers' times, once those
+    of half of them are known. Until then a round waits for every worker, and after that for nobody longer than
+    ``factor`` times as long as usual. If all have paused, the first to come ends no round alone.
 
-    A worker that takes as long as several rounds is expected in the round in which it is due. One that has not come by
-    then is expected again after its next contribution. If all have paused, the first to come ends no round alone.
+    A worker that a round has closed without has begun before the next one, which does not wait for it either. What it
+    brings is taken when it comes.
 
     These are times of this process: a restart begins anew. :meth:`contributes` and :meth:`closed` are for the apply
     thread, all else is for any thread. ``clock`` returns seconds.
@@ -35,7 +34,7 @@ class ExpectedWorkers:
             self._first = now
         since = self._since.pop(worker, None)
         if since is not None:
-            self._times[worker] = (*self._times.get(worker, ()), now - since)[-_TIMES:]
+            self._times[worker] = (*self._times.get(worker, ())[-1:], now - since)
 
     def closed(self, contributors: Collection[str], live: Collection[str]) -> None:
         """Note that a round has closed; its contributors, and who has joined meanwhile, begin something new."""
@@ -56,21 +55,15 @@ class ExpectedWorkers:
         return max(0.0, self._end(live) - self._clock())
 
     def _end(self, live: Collection[str]) -> float:
-        opened, first = self._opened, self._first
-        known = [seconds for worker in live if (seconds := self._seconds_of(worker)) is not None]
+        opened, first, times = self._opened, self._first, self._times
+        known = [min(times[worker]) for worker in live if worker in times]
         if opened is None or not known or 2 * len(known) < len(live):
             return math.inf
         usual = statistics.median(known)
-        at_least = opened if first is None else first - usual
-        return max(opened, at_least) + self._factor * usual
+        return max(opened, opened if first is None else first - usual) + self._factor * usual
 
     def _is_expected(self, worker: str, end: float) -> bool:
         opened, since = self._opened, self._since.get(worker)
         if opened is None or since is None:
             return True
-        return opened <= since + (self._seconds_of(worker) or 0.0) <= end
-
-    def _seconds_of(self, worker: str) -> float | None:
-        """Return how long a worker takes; ``None`` before its third contribution."""
-        times = self._times.get(worker, ())
-        return min(times) if len(times) == _TIMES else None
+        return since >= opened and since + min(self._times.get(worker, (0.0,))) <= end
