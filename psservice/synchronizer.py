@@ -19,8 +19,8 @@ from psservice.values import Identity
 class Synchronizer:
     """What rounds and groups have in common; the subclasses override what differs.
 
-    :meth:`require_acceptable`, :meth:`close_if_due` and :meth:`close` run on the apply thread. A refusal is
-    ``ROUND_OPEN`` if a worker has to wait for a round, else ``BAD_REQUEST`` or ``NOT_DURABLE``.
+    :meth:`require_acceptable`, :meth:`pushed`, :meth:`close_if_due` and :meth:`close` run on the apply thread. A
+    refusal is ``ROUND_OPEN`` if a worker has to wait for a round, else ``BAD_REQUEST`` or ``NOT_DURABLE``.
     """
 
     model: ModelShard
@@ -34,6 +34,10 @@ class Synchronizer:
 
     def require_acceptable(self, identity: Identity, step: int) -> None:
         """Refuse a push that the round cannot take."""
+
+    def pushed(self, worker: str) -> None:
+        """Close what a worker's push has made due; the push is committed."""
+        self.close_if_due()
 
     def is_due(self) -> bool:
         """Tell whether a round is due that no call of a worker will close; never with WAGMA."""

@@ -11,7 +11,6 @@ from psservice.rounds.expected import ExpectedWorkers
 from psservice.rounds.round_shard import RoundShard
 from psservice.state.v1 import journal_pb2 as rec
 from psservice.synchronizer import Synchronizer
-from psservice.values import Identity
 
 
 @dataclass(frozen=True)
@@ -35,10 +34,11 @@ class RoundSynchronizer(Synchronizer):
         awaited = live if self.expected is None else self.expected.of(live)
         return self.model.round.is_due(live, awaited, is_first=self._is_first)
 
-    def require_acceptable(self, identity: Identity, step: int) -> None:
-        """Refuse nothing: this only notes that the contribution has come."""
-        if self.expected is not None:
-            self.expected.contributes(identity.worker_id)
+    def pushed(self, worker: str) -> None:
+        """Note the contribution that the push was, unless it was a flush, and close the round if it is due."""
+        if self.expected is not None and worker in self.model.round.contributors:
+            self.expected.contributes(worker)
+        super().pushed(worker)
 
     def _live(self) -> list[str]:
         return [member.identity.worker_id for member in self.leases.members() if member.makes_pushes]

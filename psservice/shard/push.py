@@ -72,7 +72,7 @@ def _push(
         shard.tell_shards()
     shard.metrics.observe_push(answer, shard.require_model(None).version)
     if shard.synchronizer is not None:
-        shard.synchronizer.close_if_due()
+        shard.synchronizer.pushed(identity.worker_id)
     if shard.run.has_end or shard.ends_with is not None:
         end_if_over(shard, (identity, header.step))
     return answer, False
