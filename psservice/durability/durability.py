@@ -6,6 +6,7 @@ power cut could undo.
 """
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -15,6 +16,7 @@ import torch
 
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import sibling_generation
+from psservice.awaiting import NotYetError
 from psservice.durability.capture import Capture, DurableShard, capture
 from psservice.durability.checkpoints import Checkpoints, new_id, place_of
 from psservice.durability.earlier_models import replay_to
@@ -345,6 +347,8 @@ class Durability:
             return
         try:
             self.take(self.checkpoints.wanted or None)
+        except NotYetError:  # the model is being replaced, which may take longer than a look: at the next one
+            self._tried = -math.inf
         except torch.AcceleratorError as error:  # a GPU's error stays: only another process can recover
             with suppress(Rejected):
                 self._shard.apply_thread.fail(error)

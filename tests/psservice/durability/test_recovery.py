@@ -14,6 +14,7 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.durability.checkpoints import new_id
 from psservice.observability.metrics import Metrics
 from psservice.settings import ServerSettings
 from psservice.shard import shard
@@ -442,6 +443,20 @@ def test_a_long_journal_is_cut_by_a_snapshot_before_its_time(directory):
             send(shard, step, everything)
         wait_until(lambda: shard.durability.last_snapshot is not first)
         assert shard.durability.last_snapshot.manifest.version > 1000
+
+
+def test_a_checkpoint_that_is_announced_while_the_model_is_replaced_comes_later(directory, caplog):
+    """Operators restore several shards in two steps, and a shard waits between these for as long as the slowest."""
+    with Shard(directory) as shard:
+        begin(shard)
+        before, announced = (new_id(shard.model.generation, number, 0) for number in (1, 2))
+        shard.durability.hear_of_checkpoint(before)  # of the time before this shard's start
+        prepared = shard.durability.prepare(lambda: shard.state)
+        shard.durability.hear_of_checkpoint(announced)
+        shard.durability.snapshot_if_due()
+        shard.durability.abandon_prepared(prepared)
+        wait_until(lambda: shard.durability.last_snapshot.manifest.checkpoint == announced)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
