@@ -25,6 +25,7 @@ class SignalThread:
         signal.set_wakeup_fd(told, warn_on_full_buffer=False)
         for number in _HEARD:
             signal.signal(number, lambda *_: None)  # without a handler there is nothing to hear
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)  # a parent may have left them blocked
 
     def _work(self, numbers: int) -> None:
         while True:

@@ -61,12 +61,15 @@ class SynchronousRound:
             return True
         return all(name in contributors or name in self.dropped for name in awaited)
 
-    def seconds_left(self, live: Collection[str], *, is_first: bool) -> float:
-        """Return the time until the clock closes the round; infinite if only workers do."""
-        limit = self.settings.seconds
-        if not limit or self._lacks_workers(live, is_first=is_first):
+    def seconds_left(self, live: Collection[str], awaited: float, *, is_first: bool) -> float:
+        """Return the time until the clock closes the round; infinite if only workers do.
+
+        ``awaited``: the seconds after which the round waits for nobody any more.
+        """
+        if self._lacks_workers(live, is_first=is_first):
             return math.inf
-        return max(0.0, self._opened + limit - self._clock())
+        limit = self.settings.seconds
+        return min(awaited, max(0.0, self._opened + limit - self._clock()) if limit else math.inf)
 
     def _lacks_workers(self, live: Collection[str], *, is_first: bool) -> bool:
         """Tell whether the first round waits for more workers to join."""

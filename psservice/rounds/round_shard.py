@@ -48,10 +48,10 @@ class RoundShard(ModelShard):
         self.round.open_next()
         return version
 
-    def expected_workers(self) -> ExpectedWorkers | None:
-        """Return what tells for whom the rounds wait; ``None`` if for all live workers."""
+    def expected_workers(self, longest: float) -> ExpectedWorkers | None:
+        """Return what tells for whom rounds wait, ``longest`` seconds at first; ``None`` if for all live workers."""
         factor = self.round.settings.wait_factor
-        return ExpectedWorkers(factor, self.clock) if factor else None
+        return ExpectedWorkers(factor, longest, self.clock) if factor else None
 
     def waiting(self) -> set[str]:
         """Return the workers that are in the open round, or were dropped with one and have not contributed again."""

@@ -3,6 +3,7 @@
 Each shard decides for itself. The close of a round is a record of the journal.
 """
 
+import math
 from dataclasses import dataclass
 
 from pscore.wire.errors import ErrorCode
@@ -37,7 +38,7 @@ class RoundSynchronizer(Synchronizer):
     def pushed(self, worker: str) -> None:
         """Note the contribution that the push was, unless it was a flush, and close the round if it is due."""
         if self.expected is not None and worker in self.model.round.contributors:
-            self.expected.contributes(worker)
+            self.expected.contributed(worker)
         super().pushed(worker)
 
     def _live(self) -> list[str]:
@@ -57,17 +58,12 @@ class RoundSynchronizer(Synchronizer):
     def require_closed(self, worker: str) -> None:
         """Refuse contributors to the open round."""
         if worker in self.model.round.contributors:
+            awaited = math.inf if self.expected is None else self.expected.seconds_left
             raise NotYetError(
                 ErrorCode.ROUND_OPEN,
                 f"the round of version {self.model.version + 1} has {len(self.model.round.contributors)} contributions "
                 f"and waits for others; live workers: {len(self.leases)}"
                 + (", and the first round waits for start_workers of them" if self._is_first else ""),
                 lambda: worker not in self.model.round.contributors,
-                again_seconds=self._seconds_left(),
+                again_seconds=self.model.round.seconds_left(self._live(), awaited, is_first=self._is_first),
             )
-
-    def _seconds_left(self) -> float:
-        """Return the time until the clock closes the round; infinite if only workers do."""
-        live = self._live()
-        left = self.model.round.seconds_left(live, is_first=self._is_first)
-        return left if self.expected is None else min(left, self.expected.seconds_left(live))

@@ -233,7 +233,7 @@ class Shard:
         if isinstance(model, GroupedShard):
             return WagmaSynchronizer(model, *parts, self.memory.has_room)
         if isinstance(model, RoundShard):
-            return RoundSynchronizer(model, *parts, model.expected_workers())
+            return RoundSynchronizer(model, *parts, model.expected_workers(self.leases.lease_seconds))
         return None
 
     def restart(self, state: ShardState) -> None:

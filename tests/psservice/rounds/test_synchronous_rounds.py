@@ -181,25 +181,83 @@ def test_a_worker_that_takes_longer_than_others_is_not_waited_for_and_counts_whe
     contribute(shard, 1, ANNA, BERT, CARL, base=0)
     set_clock(10.0)
     contribute(shard, 2, ANNA, BERT, base=1)
-    set_clock(14.9)
-    assert reason_of(pull, shard, ANNA, base=1) is ErrorCode.ROUND_OPEN, "Carl may come within 15 seconds"
-    set_clock(15.0)
-    assert pull(shard, ANNA, base=1).version == 2
-    set_clock(25.0)
-    contribute(shard, 3, ANNA, BERT, base=2)
-    assert shard.model.version == 3, "Carl is late: nobody waits"
+    set_clock(29.9)
+    assert reason_of(pull, shard, ANNA, base=1) is ErrorCode.ROUND_OPEN, "nobody's times are known"
     set_clock(30.0)
     contribute(shard, 2, CARL, base=1)
-    assert shard.model.version == 3
-    before = theta(shard)[0].item()
-    set_clock(35.0)
-    contribute(shard, 4, ANNA, BERT, base=3)
-    assert shard.model.version == 4
-    assert theta(shard)[0] == before - 1.0, "the mean of three, with what Carl began three rounds ago"
-    for number in (5, 6, 7):
-        set_clock(10.0 * number - 5.0)
+    assert shard.model.version == 2
+    for number in (3, 4):
+        set_clock(10.0 * number + 10.0)
         contribute(shard, number, ANNA, BERT, base=number - 1)
-        assert shard.model.version == number, "Carl is known to be slow"
+        assert shard.model.version == number, "Carl is slow: nobody waits"
+    set_clock(55.0)
+    contribute(shard, 3, CARL, base=2)
+    assert shard.model.version == 4
+    before = theta(shard)[0].item()
+    set_clock(60.0)
+    contribute(shard, 5, ANNA, BERT, base=4)
+    assert shard.model.version == 5
+    assert theta(shard)[0] == before - 1.0, "the mean of three, with what Carl began three rounds ago"
+
+
+def test_a_worker_that_has_joined_is_not_waited_for_and_not_measured_before_it_contributes(at):
+    shard, set_clock = at
+    contribute(shard, 1, ANNA, BERT, CARL, base=0)
+    for number in (2, 3):
+        set_clock(10.0 * number - 10.0)
+        contribute(shard, number, ANNA, BERT, CARL, base=number - 1)
+    newcomers = [Identity(f"new-{number}", "1") for number in range(3)]
+    begin(shard, *newcomers, wait_factor=1.5)
+    set_clock(30.0)
+    contribute(shard, 4, ANNA, BERT, CARL, base=3)
+    assert shard.model.version == 4
+    set_clock(31.0)
+    contribute(shard, 1, *newcomers, base=4)
+    assert shard.model.version == 4, "the others take 10 seconds"
+    set_clock(40.0)
+    contribute(shard, 5, ANNA, BERT, CARL, base=4)
+    assert shard.model.version == 5
+
+
+def test_a_flush_and_a_refused_push_are_not_measured(at):
+    shard, set_clock = at
+    contribute(shard, 1, ANNA, BERT, CARL, base=0)
+    for number in (2, 3):
+        set_clock(10.0 * number - 10.0)
+        contribute(shard, number, ANNA, BERT, CARL, base=number - 1)
+    set_clock(20.1)
+    for who in (ANNA, BERT):
+        push(shard, 4, {0: 1.0}, who, base=3, samples=0)
+    assert reason_of(push, shard, 4, {0: math.inf}, CARL, base=3) is ErrorCode.NON_FINITE
+    set_clock(30.0)
+    contribute(shard, 5, ANNA, BERT, base=3)
+    assert reason_of(pull, shard, ANNA, base=3) is ErrorCode.ROUND_OPEN
+    contribute(shard, 5, CARL, base=3)
+    assert shard.model.version == 4
+
+
+def test_a_round_ends_after_a_restart_too_when_no_times_are_known(tmp_path):
+    """Bert may wait at another shard for Anna, who is late there."""
+    clock = Clock()
+
+    def open_again():
+        settings = ServerSettings(lease_seconds=HOUR, data_dir=tmp_path)
+        return open_shard(settings, torch.device("cpu"), Metrics(), environment=Environment(monotonic=clock))
+
+    with closing(open_again()) as shard:
+        begin(shard, ANNA, BERT, wait_factor=1.5)
+        for number in range(3):
+            clock.now += 10.0
+            contribute(shard, number + 1, ANNA, BERT, base=number)
+        clock.now += 10.0
+        contribute(shard, 4, ANNA, base=3)
+    with closing(open_again()) as shard:
+        assert reason_of(pull, shard, ANNA, base=3) is ErrorCode.ROUND_OPEN
+        clock.now += HOUR - 1.0
+        shard.leases.require(BERT)
+        assert reason_of(pull, shard, ANNA, base=3) is ErrorCode.ROUND_OPEN
+        clock.now += 1.0
+        assert pull(shard, ANNA, base=3).version == 4
 
 
 def test_a_round_waits_for_workers_that_are_hardly_slower(at):
@@ -260,18 +318,18 @@ def test_if_all_have_paused_the_first_to_come_makes_no_round_alone(at):
 def test_a_slow_worker_costs_the_others_nothing(factor, seconds, slow):
     """After it is known: each round lasts as long as the slowest of those that are waited for."""
     now = 0.0
-    expected = ExpectedWorkers(factor, lambda: now)
+    expected = ExpectedWorkers(factor, HOUR, lambda: now)
     takes = {f"worker-{number}": each for number, each in enumerate(seconds)} | {"slow": slow}
     expected.closed(takes, takes)
     due = dict(takes)
     while now < 4 * slow:
         opened, contributed = now, set()
-        while not contributed or expected.of(takes) - contributed:
+        while not contributed or {*expected.of(takes)} - contributed:
             comes, worker = min((due[each], each) for each in takes if each not in contributed)
-            now = max(now, min(comes, now + expected.seconds_left(takes)))
+            now = max(now, min(comes, now + expected.seconds_left))
             if now < comes:
                 break
-            expected.contributes(worker)
+            expected.contributed(worker)
             contributed.add(worker)
         expected.closed(contributed, takes)
         due |= {worker: now + takes[worker] for worker in contributed}
@@ -476,6 +534,6 @@ def test_a_round_that_lacks_workers_to_begin_is_not_looked_at_again_and_again():
     open_round = SynchronousRound(RoundSettings(0, 3.0, 2), Span(0, 4), torch.device("cpu"), lambda: now[0])
     open_round.add("anna", None, PushContext(samples=1))
     now[0] = 10.0
-    assert open_round.seconds_left(["anna"], is_first=True) == math.inf, "its time is over, and decides nothing"
-    assert open_round.seconds_left(["anna", "bert"], is_first=True) == 0.0
-    assert open_round.seconds_left(["anna"], is_first=False) == 0.0
+    assert open_round.seconds_left(["anna"], 0.0, is_first=True) == math.inf, "its time is over, and decides nothing"
+    assert open_round.seconds_left(["anna", "bert"], math.inf, is_first=True) == 0.0
+    assert open_round.seconds_left(["anna"], math.inf, is_first=False) == 0.0
