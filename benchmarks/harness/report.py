@@ -11,7 +11,7 @@ from rich.markdown import Markdown
 from benchmarks.harness.machine import sentences
 from benchmarks.harness.section import Section
 
-_WIDTH = 200
+_WIDTH = 250
 """Of what is shown where there is no terminal."""
 
 

@@ -175,6 +175,16 @@ def contribute(shard, step, *who, base):
         push(shard, step, {0: 1.0}, each, base=base)
 
 
+@pytest.fixture
+def known(at):
+    """The same after three rounds, at 20 seconds: all three workers take 10."""
+    shard, set_clock = at
+    for number in (1, 2, 3):
+        set_clock(10.0 * number - 10.0)
+        contribute(shard, number, ANNA, BERT, CARL, base=number - 1)
+    return at
+
+
 def test_a_worker_that_takes_longer_than_others_is_not_waited_for_and_counts_when_it_comes(at):
     """Anna and Bert take 10 seconds, Carl takes 30."""
     shard, set_clock = at
@@ -200,12 +210,8 @@ def test_a_worker_that_takes_longer_than_others_is_not_waited_for_and_counts_whe
     assert theta(shard)[0] == before - 1.0, "the mean of three, with what Carl began three rounds ago"
 
 
-def test_a_worker_that_has_joined_is_not_waited_for_and_not_measured_before_it_contributes(at):
-    shard, set_clock = at
-    contribute(shard, 1, ANNA, BERT, CARL, base=0)
-    for number in (2, 3):
-        set_clock(10.0 * number - 10.0)
-        contribute(shard, number, ANNA, BERT, CARL, base=number - 1)
+def test_a_worker_that_has_joined_is_not_waited_for_and_not_measured_before_it_contributes(known):
+    shard, set_clock = known
     newcomers = [Identity(f"new-{number}", "1") for number in range(3)]
     begin(shard, *newcomers, wait_factor=1.5)
     set_clock(30.0)
@@ -219,12 +225,8 @@ def test_a_worker_that_has_joined_is_not_waited_for_and_not_measured_before_it_c
     assert shard.model.version == 5
 
 
-def test_a_flush_and_a_refused_push_are_not_measured(at):
-    shard, set_clock = at
-    contribute(shard, 1, ANNA, BERT, CARL, base=0)
-    for number in (2, 3):
-        set_clock(10.0 * number - 10.0)
-        contribute(shard, number, ANNA, BERT, CARL, base=number - 1)
+def test_a_flush_and_a_refused_push_are_not_measured(known):
+    shard, set_clock = known
     set_clock(20.1)
     for who in (ANNA, BERT):
         push(shard, 4, {0: 1.0}, who, base=3, samples=0)
@@ -272,12 +274,8 @@ def test_a_round_waits_for_workers_that_are_hardly_slower(at):
         assert shard.model.version == number
 
 
-def test_a_pause_is_forgotten(at):
-    shard, set_clock = at
-    contribute(shard, 1, ANNA, BERT, CARL, base=0)
-    for number in (2, 3):
-        set_clock(10.0 * number - 10.0)
-        contribute(shard, number, ANNA, BERT, CARL, base=number - 1)
+def test_a_pause_is_forgotten(known):
+    shard, set_clock = known
     set_clock(30.0)
     contribute(shard, 4, ANNA, BERT, base=3)
     set_clock(35.0)
@@ -295,12 +293,8 @@ def test_a_pause_is_forgotten(at):
     assert shard.model.version == 7
 
 
-def test_if_all_have_paused_the_first_to_come_makes_no_round_alone(at):
-    shard, set_clock = at
-    contribute(shard, 1, ANNA, BERT, CARL, base=0)
-    for number in (2, 3):
-        set_clock(10.0 * number - 10.0)
-        contribute(shard, number, ANNA, BERT, CARL, base=number - 1)
+def test_if_all_have_paused_the_first_to_come_makes_no_round_alone(known):
+    shard, set_clock = known
     set_clock(1000.0)
     contribute(shard, 4, ANNA, base=3)
     set_clock(1004.9)
