@@ -97,11 +97,13 @@ def _ours(
     return make
 
 
-def _on_server(name: str, options: Callable[[Setup], dict[str, Any]]) -> Callable[[Setup], Made]:
+def _on_server(
+    name: str, options: Callable[[Setup], dict[str, Any]], rounds: psclient.Rounds | None = None
+) -> Callable[[Setup], Made]:
     """Return what makes one of torch's optimizers on the server; it has the schedule: the same rise and fall."""
 
     def make(setup: Setup) -> Made:
-        versions = setup.steps * setup.workers
+        versions = setup.steps * (setup.workers if rounds is None else 1)
         rise = max(1, versions // 10)
         schedule = (
             "SequentialLR",
@@ -116,6 +118,7 @@ def _on_server(name: str, options: Callable[[Setup], dict[str, Any]]) -> Callabl
             name,
             options(setup),
             scheduler=schedule,
+            rounds=rounds,
             **setup.size,
             model=setup.model,
             **setup.connection,
@@ -204,6 +207,22 @@ METHODS = {
                 lambda setup: {"lr": setup.rate / (1 - setup.momentum), "betas": [float(setup.momentum), 0.99]},
             ),
             momenta=(0.0, 0.5),
+            rate_scale=0.01,
+        ),
+        Method(
+            "rmsprop_rounds",
+            "RMSprop on the server, in rounds",
+            _ours(psclient.ServerRMSprop, rounds=psclient.Rounds()),
+            momenta=(0.0,),
+            kind="synchronous",
+            rate_scale=0.01,
+        ),
+        Method(
+            "adamw_rounds",
+            "AdamW, data parallel",
+            _on_server("AdamW", lambda setup: {"lr": setup.rate}, psclient.Rounds()),
+            momenta=(0.0,),
+            kind="synchronous",
             rate_scale=0.01,
         ),
         Method("outer", f"Outer, {OUTER_PERIOD} local steps", _outer(sparse=False), kind="synchronous"),

@@ -21,8 +21,11 @@ def _entrants(method: str, *forms: str) -> tuple[Entrant, ...]:
 
 
 _FIRST = (ASGD, *_entrants("rmsprop", "dense", "3 % of bytes"), *_entrants("gradient_dropping", "3 % of bytes"))
+ROUNDS = (*_entrants("rmsprop_rounds", "dense", "3 % of bytes"), *_entrants("adamw_rounds", "dense"))
+"""In rounds: sparse, dense, and the data-parallel AdamW that most people train with."""
 MAIN = (
     *_FIRST,
+    *ROUNDS,
     *_entrants("dgs", "3 % of bytes"),
     *(Entrant(method, "1 %") for method in ("rmsprop", "gradient_dropping", "dgs")),
 )
@@ -72,6 +75,10 @@ SMOKE = tuple(
     )
     for simulated in (True, False)
 )
+
+
+SIZE = tuple(_stage("text", workers, ROUNDS, 8192, simulated=True, momenta=1, seeds=(0, 1)) for workers in WORKERS[:2])
+"""Whether it holds for 17 times as many parameters."""
 
 
 def full() -> Iterator[Stage]:
