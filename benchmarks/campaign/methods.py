@@ -145,6 +145,25 @@ def _outer(sparse: bool) -> Callable[[Setup], Made]:
     return make
 
 
+def _local(period: int, outer_optimizer: Any = None) -> Callable[[Setup], Made]:
+    """Return what makes ``Outer`` with this many local steps of AdamW between two pushes; plain averages by default."""
+
+    def make(setup: Setup) -> Made:
+        inner = torch.optim.AdamW(setup.model.parameters(), setup.rate)
+        optimizer = psclient.Outer(
+            inner,
+            outer_optimizer,
+            sync_every=period,
+            **setup.size,
+            rounds=psclient.Rounds(),
+            model=setup.model,
+            **setup.connection,
+        )
+        return Made(optimizer, inner)
+
+    return make
+
+
 def _in_groups(tau: int) -> Callable[[Setup], Made]:
     """Return what makes a WAGMA-SGD optimizer with this period of its global rounds."""
 
@@ -160,6 +179,9 @@ DILOCO = ("SGD", {"lr": 0.7, "momentum": 0.9, "nesterov": True})
 
 OUTER_PERIOD = 8
 """Local steps between two pushes; the numbers of steps of a run are multiples of it."""
+
+LOCAL_PERIODS = (10, 4, 2, 1)
+"""Likewise, of AdamW on the workers."""
 
 METHODS = {
     method.key: method
@@ -227,6 +249,25 @@ METHODS = {
         ),
         Method("outer", f"Outer, {OUTER_PERIOD} local steps", _outer(sparse=False), kind="synchronous"),
         Method("outer_sparse", f"Outer, {OUTER_PERIOD} local steps, sparse", _outer(sparse=True), kind="synchronous"),
+        *(
+            Method(
+                f"local_{period}",
+                f"Outer, {period} local steps of AdamW",
+                _local(period),
+                (0.0,),
+                kind="synchronous",
+                rate_scale=0.01,
+            )
+            for period in LOCAL_PERIODS
+        ),
+        Method(
+            "diloco_10",
+            "DiLoCo, 10 local steps of AdamW",
+            _local(10, DILOCO),
+            (0.0,),
+            kind="synchronous",
+            rate_scale=0.01,
+        ),
         Method("wagma", "WAGMA-SGD", _in_groups(tau=10)),
         Method(
             "asgd_bounded",

@@ -11,9 +11,12 @@ FORMS = {
     "1 %": Form(0.01, replies="exact"),
     "1 %, top-k": Form(0.01, replies="topk"),
     "3 % of bytes": Form(budget=0.03),
+    "1.2 % of bytes": Form(budget=0.012),
+    "0.6 % of bytes": Form(budget=0.006),
+    "0.3 % of bytes": Form(budget=0.003),
     "9 % in 4 bits, exact": Form(0.09, values="int4", replies="exact"),
 }
-"""How a method is run: the fourth is the budget of bytes each way, the fifth about the same push with exact replies."""
+"""How a method is run: budgets of bytes each way; the last is about the push of 3 %, with exact replies."""
 
 
 def _entrants(method: str, *forms: str) -> tuple[Entrant, ...]:
@@ -79,6 +82,28 @@ SMOKE = tuple(
 
 SIZE = tuple(_stage("text", workers, ROUNDS, 8192, simulated=True, momenta=1, seeds=(0, 1)) for workers in WORKERS[:2])
 """Whether it holds for 17 times as many parameters."""
+
+
+LOCAL = (
+    _stage(
+        "text-tiny",
+        8,
+        (
+            *_entrants("adamw_rounds", "dense"),
+            *_entrants("diloco_10", "dense"),
+            *_entrants("local_10", "dense", "3 % of bytes"),
+            *_entrants("local_4", "dense", "1.2 % of bytes"),
+            *_entrants("local_2", "dense", "0.6 % of bytes"),
+            *_entrants("local_1", "0.3 % of bytes"),
+            *_entrants("rmsprop_rounds", "0.3 % of bytes"),
+        ),
+        64_000,
+        simulated=True,
+        momenta=1,
+        seeds=(0, 1),
+    ),
+)
+"""A 333rd of the bytes, in seldom pushes of many entries or frequent ones of few."""
 
 
 def full() -> Iterator[Stage]:
