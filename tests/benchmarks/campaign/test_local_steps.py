@@ -12,10 +12,10 @@ SAMPLES = 8 * 8 * 8
 @pytest.mark.parametrize(
     ("form", "least", "most"),
     [
-        (Form(period=2), 1.0, 1.0),
+        (Form(period=2), 0.99, 1.0),
         (Form(period=2, density=0.1), 0.1, 0.2),
-        (Form(period=4, fragments=2), 1.0, 1.0),
-        (Form(period=2, slow_steps=0), 0.87, 0.88),  # seven of eight have moved
+        (Form(period=4, fragments=2), 0.99, 1.0),
+        (Form(period=2, slow_steps=0), 0.86, 0.875),  # seven of eight have moved
     ],
 )
 def test_a_form_sends_its_share(form, least, most):
