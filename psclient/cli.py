@@ -1,6 +1,7 @@
 """``psclient``: save a server's model, join the parts of a sharded one, compile the loops of a worker."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,8 +22,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="write a running server's model to a safetensors file",
         epilog="TLS and tokens come from the environment, as for workers: PSCLIENT_TLS_CA, PSCLIENT_TOKEN_FILE, ...",
     )
+    servers = os.environ.get("PSCLIENT_SERVER")
     save.add_argument(
-        "addresses", nargs="+", metavar="ADDRESS", help="HOST:PORT of each shard, in order; or dns:///HOST:PORT"
+        "addresses",
+        nargs="*" if servers else "+",
+        default=[servers],
+        metavar="ADDRESS",
+        help="HOST:PORT of each shard, in order; or dns:///HOST:PORT (PSCLIENT_SERVER)",
     )
     save.add_argument("--out", type=Path, required=True, metavar="FILE")
     save.add_argument("--timeout", type=positive_seconds, default=30.0, metavar="SECONDS", help="how long to try")

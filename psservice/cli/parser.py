@@ -13,7 +13,8 @@ _MOST_VERSION_DIGITS = 18  # always fits into 64 bits
 _BELOW = """\
 addresses:
   HOST:PORT of each shard, in any order; several in one word with commas, or as a range: ps-{0..3}.ps:50051;
-  of any one shard of psservice serve --shards; or one name for all shards, looked up once: dns:///ps:50051
+  of any one shard of psservice serve --shards; or one name for all shards, looked up once: dns:///ps:50051;
+  without any, those in PSCLIENT_SERVER, as a worker's
 
 exit status:
   0  done, at every shard
@@ -133,7 +134,14 @@ def _add_flags(parser: argparse.ArgumentParser, name: str, seconds: float) -> No
     """Add the flags of a command for running servers: its own, and those that all of them have."""
     if name == "evict":
         parser.add_argument("worker", type=_name, metavar="WORKER", help="its name, as psservice workers shows it")
-    parser.add_argument("addresses", nargs="+", metavar="ADDRESS", help="HOST:PORT of each shard")
+    servers = os.environ.get("PSCLIENT_SERVER")
+    parser.add_argument(
+        "addresses",
+        nargs="*" if servers else "+",
+        default=[servers],
+        metavar="ADDRESS",
+        help="HOST:PORT of each shard (PSCLIENT_SERVER)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     for flag, (what, kind) in _SECURITY.items():
         variable = f"PSCLIENT_{flag.upper().replace('-', '_')}"

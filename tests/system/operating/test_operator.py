@@ -34,6 +34,20 @@ def test_workers_of_all_shards_in_one_table(two_shards, worker, capsys):
     assert only["incarnation"][:8] in printed.out
 
 
+def test_without_addresses_the_servers_are_the_workers(two_shards, worker, capsys, monkeypatch):
+    monkeypatch.setenv("PSCLIENT_SERVER", two_shards.server)
+    code, found = run_json(capsys, "workers")
+    assert (code, [each["worker_id"] for each in found["workers"]]) == (0, ["w"])
+    code, printed = run(capsys, "evict", "nobody")
+    assert code == 3
+    assert all(address in printed.out + printed.err for address in two_shards.addresses)
+    assert run(capsys, "status", NOWHERE)[0] == 1, "an address that is given goes first"
+    monkeypatch.setenv("PSCLIENT_SERVER", "")
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["status"])
+    assert "required: ADDRESS" in capsys.readouterr().err
+
+
 def test_a_frame_of_top_has_shards_rates_and_workers(two_shards, worker, capsys):
     code, frame = run_json(capsys, "top", two_shards.server, "--once", "--interval-seconds", "0.1")
     assert code == 0
