@@ -52,7 +52,7 @@ class RoundSettings:
         """Read ``rounds`` of the method settings; ``None``: asynchronous (``BAD_REQUEST``)."""
         text = settings.get("rounds", "")
         try:
-            return TypeAdapter(cls).validate_json(text) if text else None
+            return TypeAdapter(cls).validate_json(text, strict=True) if text else None
         except ValidationError as error:
             raise Rejected(ErrorCode.BAD_REQUEST, f"the settings of rounds make no sense: {text}") from error
 
