@@ -6,7 +6,7 @@ Workers name the rule in the settings in which all must agree (``update``; left 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated
 
 import pydantic.dataclasses
 from pydantic import Field, TypeAdapter, ValidationError
@@ -45,7 +45,7 @@ class RoundSettings:
     quorum: int = Field(ge=0, le=_MOST_WORKERS)
     seconds: float = Field(ge=0, allow_inf_nan=False)
     start_workers: int = Field(ge=1, le=_MOST_WORKERS)
-    wait_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] | Literal[0] = 0
+    wait_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] | Annotated[float, Field(ge=0, le=0)] = 0
 
     @classmethod
     def parse(cls, settings: Mapping[str, str]) -> "RoundSettings | None":

@@ -433,6 +433,10 @@ def test_what_was_flushed_last_is_in_the_model_at_the_end(shard):
         '{"quorum": 0, "seconds": 0, "start_workers": 0}',
         '{"quorum": 99999999999, "seconds": 0, "start_workers": 1}',
         '{"quorum": {}, "seconds": 0, "start_workers": 1}',
+        '{"quorum": "3", "seconds": 0, "start_workers": 1}',
+        '{"quorum": 0, "seconds": true, "start_workers": 1}',
+        '{"quorum": 0, "seconds": 0, "start_workers": 1, "wait_factor": "1.5"}',
+        '{"quorum": 0, "seconds": 0, "start_workers": 1, "wait_factor": false}',
     ],
 )
 def test_rounds_that_make_no_sense_are_refused(shard, text):
