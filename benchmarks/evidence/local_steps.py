@@ -29,6 +29,7 @@ class Form:
     Attributes:
         period: local steps of a worker from one push of a tensor to the next.
         density: share of a tensor's entries that is sent, in 4 bits; 1 for all in fp32.
+        reply: likewise of the answers, which are then the largest differences to what the workers have.
         fragments: parts of the model, which are pushed in turn, each once a period (Streaming DiLoCo, 2025).
         late: steps that pass until the average is there, while the worker goes on (ibid., overlapped).
         ahead: share of the residual by which a worker's steps start ahead of the server's model.
@@ -40,6 +41,7 @@ class Form:
 
     period: int = 10
     density: float = 1.0
+    reply: float = 1.0
     fragments: int = 1
     late: int = 0
     ahead: float = 0.0
@@ -62,6 +64,10 @@ FORMS = {
     "sparse, 5 fragments, a step late": Form(density=0.1, fragments=5, late=1),
     "sparse, a third ahead": Form(density=0.1, ahead=0.3),
     "sparse, all ahead": Form(density=0.1, ahead=1.0),
+    "sparse, replies too": Form(density=0.1, reply=0.1),
+    "sparse, replies too, 5 fragments": Form(density=0.1, reply=0.1, fragments=5),
+    "sparser, replies too, 4 steps": Form(4, 0.038, reply=0.038),
+    "sparser, larger replies, 4 steps": Form(4, 0.038, reply=0.15),
     "sparser, 4 steps": Form(4, 0.038),
     "sparser, 2 steps": Form(2, 0.016),
     "sparser, 1 step": Form(1, 0.0077),
@@ -126,12 +132,17 @@ class Worker:
     def _selected(self, residual: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
         if self.form.is_gated:
             return torch.where((start - residual).bfloat16() != start.bfloat16(), residual, 0)
-        if self.form.density == 1 or residual.numel() < _WHOLE_BELOW:
-            return residual.clone()
-        flat = residual.flatten()
-        chosen = flat.abs().topk(max(1, int(self.form.density * flat.numel()))).indices
-        unit = flat[chosen].abs().max().clamp_min(1e-30) / _LARGEST_CODE
-        return torch.zeros_like(flat).index_put((chosen,), (flat[chosen] / unit).round() * unit).view_as(residual)
+        return largest(residual, self.form.density)
+
+
+def largest(values: torch.Tensor, density: float) -> torch.Tensor:
+    """Return the share of greatest magnitude in 4 bits, the others as zeros; small tensors whole."""
+    if density == 1 or values.numel() < _WHOLE_BELOW:
+        return values.clone()
+    flat = values.flatten()
+    chosen = flat.abs().topk(max(1, int(density * flat.numel()))).indices
+    unit = flat[chosen].abs().max().clamp_min(1e-30) / _LARGEST_CODE
+    return torch.zeros_like(flat).index_put((chosen,), (flat[chosen] / unit).round() * unit).view_as(values)
 
 
 def train(form: Form, rate: float, samples: int, seed: int) -> tuple[float, float]:
@@ -140,6 +151,7 @@ def train(form: Form, rate: float, samples: int, seed: int) -> tuple[float, floa
     workers = [Worker(form, number, rate, steps, seed) for number in range(WORKERS)]
     model = _TASK.initial_model(seed)
     server = list(model.parameters())
+    image = [parameter.detach().clone() for parameter in server]  # what the workers have
     under_way: list[tuple[int, Values, list[tuple[Worker, Values]]]] = []
     sent = pushed = 0
     for step in range(steps):
@@ -156,7 +168,9 @@ def train(form: Form, rate: float, samples: int, seed: int) -> tuple[float, floa
                     sent, pushed = sent + int(value.count_nonzero()), pushed + value.numel()
                     with torch.no_grad():
                         server[position].sub_(value, alpha=weight / sum(weights))
-            new = {position: server[position].detach().clone() for position in positions}
+            for position in positions:
+                image[position] += largest(server[position].detach() - image[position], form.reply)
+            new = {position: image[position].clone() for position in positions}
             under_way.append((step + form.late, new, [(each, each.copies(positions)) for each in pushing]))
         for due, new, pushers in under_way:
             if due <= step:
