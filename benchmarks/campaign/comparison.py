@@ -240,7 +240,8 @@ def _words(spec: Spec) -> str:
     how = "simulated, " if spec.simulated else ""
     form = f"{spec.form.density:.0%} in {spec.form.values}"
     if spec.form.budget:
-        form = f"{spec.form.budget:.0%} of the bytes"
+        form = f"{spec.form.budget:.1%} of the bytes"
+        form += f", replies {spec.form.reply_budget:.1%}" if spec.form.reply_budget else ""
     what = "search" if spec.validation else f"seed {spec.seed}"
     workers = "one worker" if spec.workers == 1 else f"{spec.workers} workers"
     return (

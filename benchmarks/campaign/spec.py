@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import psclient
 from benchmarks.campaign.methods import METHODS
 from benchmarks.campaign.tasks import TASKS
 
@@ -14,6 +15,7 @@ class Form:
 
     Attributes:
         budget: share of the dense bytes each way; 0 for what the others say.
+        reply_budget: that of the replies; 0 for the same.
         density: share of the entries of a large tensor, in a push and in a top-k reply.
         values: how pushed values travel.
         replies: ``auto``, ``exact`` or ``topk``.
@@ -22,13 +24,16 @@ class Form:
 
     density: float = 1.0
     budget: float = 0.0
+    reply_budget: float = 0.0
     values: str = "fp32"
     replies: str = "auto"
     down_values: str = "fp32"
 
     @property
-    def size(self) -> dict[str, float]:
+    def size(self) -> dict[str, float | psclient.Budget]:
         """What a sparse method is told."""
+        if self.reply_budget:
+            return {"budget": psclient.Budget(share=self.budget, reply_share=self.reply_budget)}
         return {"budget": self.budget} if self.budget else {"density": self.density}
 
     @property
@@ -72,7 +77,10 @@ class Spec:
     @property
     def key(self) -> str:
         """What tells this run from every other, the settings of the method's server included."""
-        return json.dumps(asdict(self) | {"server": METHODS[self.method].server(self.workers)}, sort_keys=True)
+        spec = asdict(self)
+        if not self.form.reply_budget:
+            del spec["form"]["reply_budget"]  # which the runs of before do not have
+        return json.dumps(spec | {"server": METHODS[self.method].server(self.workers)}, sort_keys=True)
 
     @property
     def expected_seconds(self) -> float:

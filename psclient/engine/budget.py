@@ -67,7 +67,7 @@ class BudgetSchedule:
         """Return the shares of the dense bytes up and down."""
         budget = self._budget
         if budget.share is not None:
-            return budget.share, budget.share
+            return budget.share, budget.reply_share or budget.share
         if budget.bytes_per_second is not None:
             times = [later - earlier for earlier, later in pairwise(self._begun)]
             share = budget.bytes_per_second * median(times) / self._dense_bytes if times else _UNMEASURED

@@ -63,6 +63,12 @@ def test_a_share_is_the_same_at_every_step_and_is_told_once():
         assert shard.forms == [(pb.VALUE_CODEC_INT4, fit(0.03))]
 
 
+def test_replies_have_a_share_of_their_own():
+    shard = FakeShard()
+    assert schedule(psclient.Budget(share=0.012, reply_share=0.05), [shard])(1) == fit(0.012).density
+    assert shard.forms == [(pb.VALUE_CODEC_INT4, fit(0.05))]
+
+
 def test_bytes_a_second_become_those_of_a_step_s_time(clock):
     density = schedule(psclient.Budget(bytes_per_second=1e6), [FakeShard()])
     assert density(1) == fit(0.03).density, "before anything is measured"
@@ -136,7 +142,21 @@ def test_small_tensors_are_whole_only_where_they_take_little_of_the_budget():
     assert BudgetSchedule(psclient.Budget(share=0.03), layout_of(300, 20), 4096, sends_all=False).dense_below <= 20
 
 
-@pytest.mark.parametrize("given", [{}, {"share": 0.1, "seconds_per_step": 1.0}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"share": 0.1, "seconds_per_step": 1.0},
+        {"reply_share": 0.1},
+        {"reply_share": 0.1, "bytes_per_second": 1e6},
+    ],
+)
 def test_a_budget_is_one_number(given):
     with pytest.raises(psclient.errors.ConfigurationError, match="one of share="):
         psclient.Budget(**given)
+
+
+@pytest.mark.parametrize("share", [0, -0.1, 1.5, float("nan"), True, "0.1"])
+def test_the_share_of_replies_is_a_share(share):
+    with pytest.raises(psclient.errors.ConfigurationError, match="reply_share of a budget must be"):
+        psclient.Budget(share=0.1, reply_share=share)
