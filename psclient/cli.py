@@ -1,11 +1,11 @@
 """``psclient``: save a server's model, join the parts of a sharded one, compile the loops of a worker."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pscore.net.addresses import add_addresses
 from pscore.streams import open_missing_streams
 from pscore.units import positive_seconds
 from pscore.version import __version__
@@ -22,14 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="write a running server's model to a safetensors file",
         epilog="TLS and tokens come from the environment, as for workers: PSCLIENT_TLS_CA, PSCLIENT_TOKEN_FILE, ...",
     )
-    servers = os.environ.get("PSCLIENT_SERVER")
-    save.add_argument(
-        "addresses",
-        nargs="*" if servers else "+",
-        default=[servers],
-        metavar="ADDRESS",
-        help="HOST:PORT of each shard, in order; or dns:///HOST:PORT (PSCLIENT_SERVER)",
-    )
+    add_addresses(save, "HOST:PORT of each shard, in order; or dns:///HOST:PORT")
     save.add_argument("--out", type=Path, required=True, metavar="FILE")
     save.add_argument("--timeout", type=positive_seconds, default=30.0, metavar="SECONDS", help="how long to try")
     merge = commands.add_parser("merge", help="join the final models of all shards into one file")

@@ -128,13 +128,19 @@ def _on_server(
     return make
 
 
-def _outer(sparse: bool) -> Callable[[Setup], Made]:
+def _outer(
+    inner_of: Callable[[Setup], torch.optim.Optimizer], period: int, outer_optimizer: Any = None, *, sparse: bool = True
+) -> Callable[[Setup], Made]:
+    """Return what makes ``Outer`` in rounds, with this many local steps between two pushes; averages are plain ones
+    unless an outer optimizer is given.
+    """
+
     def make(setup: Setup) -> Made:
-        inner = torch.optim.SGD(setup.model.parameters(), setup.rate, setup.momentum)
+        inner = inner_of(setup)
         optimizer = psclient.Outer(
             inner,
-            None if sparse else DILOCO,
-            sync_every=OUTER_PERIOD,
+            outer_optimizer,
+            sync_every=period,
             **(setup.size if sparse else {}),
             rounds=psclient.Rounds(),
             model=setup.model,
@@ -145,30 +151,19 @@ def _outer(sparse: bool) -> Callable[[Setup], Made]:
     return make
 
 
-def _local(period: int, outer_optimizer: Any = None) -> Callable[[Setup], Made]:
-    """Return what makes ``Outer`` with this many local steps of AdamW between two pushes; plain averages by default."""
+def _inner_sgd(setup: Setup) -> torch.optim.Optimizer:
+    return torch.optim.SGD(setup.model.parameters(), setup.rate, setup.momentum)
 
-    def make(setup: Setup) -> Made:
-        inner = torch.optim.AdamW(setup.model.parameters(), setup.rate)
-        optimizer = psclient.Outer(
-            inner,
-            outer_optimizer,
-            sync_every=period,
-            **setup.size,
-            rounds=psclient.Rounds(),
-            model=setup.model,
-            **setup.connection,
-        )
-        return Made(optimizer, inner)
 
-    return make
+def _inner_adamw(setup: Setup) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(setup.model.parameters(), setup.rate)
 
 
 def _in_groups(tau: int) -> Callable[[Setup], Made]:
     """Return what makes a WAGMA-SGD optimizer with this period of its global rounds."""
 
     def make(setup: Setup) -> Made:
-        inner = torch.optim.SGD(setup.model.parameters(), setup.rate, setup.momentum)
+        inner = _inner_sgd(setup)
         return Made(psclient.WAGMA(inner, tau=tau, model=setup.model, **setup.connection), inner)
 
     return make
@@ -247,13 +242,23 @@ METHODS = {
             kind="synchronous",
             rate_scale=0.01,
         ),
-        Method("outer", f"Outer, {OUTER_PERIOD} local steps", _outer(sparse=False), kind="synchronous"),
-        Method("outer_sparse", f"Outer, {OUTER_PERIOD} local steps, sparse", _outer(sparse=True), kind="synchronous"),
+        Method(
+            "outer",
+            f"Outer, {OUTER_PERIOD} local steps",
+            _outer(_inner_sgd, OUTER_PERIOD, DILOCO, sparse=False),
+            kind="synchronous",
+        ),
+        Method(
+            "outer_sparse",
+            f"Outer, {OUTER_PERIOD} local steps, sparse",
+            _outer(_inner_sgd, OUTER_PERIOD),
+            kind="synchronous",
+        ),
         *(
             Method(
                 f"local_{period}",
                 f"Outer, {period} local steps of AdamW",
-                _local(period),
+                _outer(_inner_adamw, period),
                 (0.0,),
                 kind="synchronous",
                 rate_scale=0.01,
@@ -263,7 +268,7 @@ METHODS = {
         Method(
             "diloco_10",
             "DiLoCo, 10 local steps of AdamW",
-            _local(10, DILOCO),
+            _outer(_inner_adamw, 10, DILOCO),
             (0.0,),
             kind="synchronous",
             rate_scale=0.01,

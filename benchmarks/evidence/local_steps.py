@@ -1,12 +1,13 @@
 """``python -m benchmarks.evidence.local_steps``: forms of local steps that ``Outer`` does not have, in plain torch.
 
 Each is held against what ``Outer`` does, on the same task and at the same bytes: docs/evidence/accuracy.md, "Outer with
-300 times fewer bytes". No server, no codec; a sent entry counts 4 bits and its index what entropy allows.
+300 times fewer bytes". No server, no codec: the densities are those at which 4 bits an entry and indices coded as
+tightly as entropy allows take the bytes.
 """
 
 import argparse
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,8 +53,7 @@ class Form:
 
     def steps_of(self, worker: int) -> int:
         """Return the local steps that a worker takes in a period."""
-        is_slow = worker == WORKERS - 1 and self.slow_steps is not None
-        return self.slow_steps if is_slow and self.slow_steps is not None else self.period
+        return self.period if self.slow_steps is None or worker < WORKERS - 1 else self.slow_steps
 
 
 FORMS = {
@@ -189,21 +189,21 @@ def _due(form: Form, sizes: Sequence[int], step: int, *, is_last: bool) -> Itera
             yield [position for position, its in enumerate(fragments) if its == fragment]
 
 
-def main(arguments: Sequence[str] | None = None, forms: Mapping[str, Form] = FORMS) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Train the forms that are named, and print a line for each."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.evidence.local_steps", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="FORM", help="; ".join(forms))
+    parser.add_argument("names", nargs="*", metavar="FORM", help="; ".join(FORMS))
     parser.add_argument("--rate", type=float, default=5e-3, help="of AdamW (default: %(default)s)")
     parser.add_argument("--samples", type=int, default=64_000, help="of all workers (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    unknown = set(options.names) - set(forms)
+    unknown = set(options.names) - set(FORMS)
     if unknown:
-        parser.error(f"no such form: {', '.join(sorted(unknown))}; there are {'; '.join(forms)}")
+        parser.error(f"no such form: {', '.join(sorted(unknown))}; there are {'; '.join(FORMS)}")
     torch.set_num_threads(1)
-    for name in options.names or forms:
+    for name in options.names or FORMS:
         started = time.monotonic()
-        loss, share = train(forms[name], options.rate, options.samples, options.seed)
+        loss, share = train(FORMS[name], options.rate, options.samples, options.seed)
         print(
             f"{name}: {loss:.3f} nats, {share:.1%} of the entries sent, {time.monotonic() - started:.0f} s", flush=True
         )

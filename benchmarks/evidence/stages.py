@@ -104,7 +104,7 @@ LOCAL = (
         seeds=(0, 1),
     ),
 )
-"""A 333rd of the bytes, in seldom pushes of many entries or frequent ones of few."""
+"""About a 300th of the bytes up, in seldom pushes of many entries or frequent ones of few."""
 
 
 def full() -> Iterator[Stage]:

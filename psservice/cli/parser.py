@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from pscore.net.addresses import add_addresses
 from pscore.units import positive_seconds, seconds_or_zero
 from pscore.version import __version__
 
@@ -134,14 +135,7 @@ def _add_flags(parser: argparse.ArgumentParser, name: str, seconds: float) -> No
     """Add the flags of a command for running servers: its own, and those that all of them have."""
     if name == "evict":
         parser.add_argument("worker", type=_name, metavar="WORKER", help="its name, as psservice workers shows it")
-    servers = os.environ.get("PSCLIENT_SERVER")
-    parser.add_argument(
-        "addresses",
-        nargs="*" if servers else "+",
-        default=[servers],
-        metavar="ADDRESS",
-        help="HOST:PORT of each shard (PSCLIENT_SERVER)",
-    )
+    add_addresses(parser, "HOST:PORT of each shard")
     parser.add_argument("--json", action="store_true", help="print JSON")
     for flag, (what, kind) in _SECURITY.items():
         variable = f"PSCLIENT_{flag.upper().replace('-', '_')}"

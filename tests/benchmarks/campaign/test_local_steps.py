@@ -1,4 +1,4 @@
-"""Forms of local steps that the product does not have: what each sends, and that all of it arrives."""
+"""Forms of local steps that the product does not have: what each sends, and that they differ."""
 
 import math
 

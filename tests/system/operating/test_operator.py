@@ -8,8 +8,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import psclient
+from psclient import cli as client_cli
 from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cli import main as cli
@@ -34,8 +37,11 @@ def test_workers_of_all_shards_in_one_table(two_shards, worker, capsys):
     assert only["incarnation"][:8] in printed.out
 
 
-def test_without_addresses_the_servers_are_the_workers(two_shards, worker, capsys, monkeypatch):
+def test_without_addresses_the_servers_are_the_workers(two_shards, worker, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("PSCLIENT_SERVER", two_shards.server)
+    assert client_cli.main(["save", "--out", str(tmp_path / "model.safetensors")]) == 0
+    saved = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(saved[name], value) for name, value in psclient.download(two_shards.server).items())
     code, found = run_json(capsys, "workers")
     assert (code, [each["worker_id"] for each in found["workers"]]) == (0, ["w"])
     code, printed = run(capsys, "evict", "nobody")
