@@ -28,6 +28,14 @@ if TYPE_CHECKING:
     from psclient.optim.server_optimizer import ServerRMSprop as ServerRMSprop
     from psclient.optim.ssgd import SSGD as SSGD
     from psclient.optim.wagma import WAGMA as WAGMA
+    from psclient.reader.cut import Cut as Cut
+    from psclient.reader.cut import Lag as Lag
+    from psclient.reader.directory_sink import DirectorySink as DirectorySink
+    from psclient.reader.follower import Follower as Follower
+    from psclient.reader.follower import follow as follow
+    from psclient.reader.module_sink import ModuleSink as ModuleSink
+    from psclient.reader.patch_sink import Patch as Patch
+    from psclient.reader.patch_sink import PatchReceiver as PatchReceiver
     from psclient.report import StepReport as StepReport
     from psclient.report import Totals as Totals
     from psclient.report import scalars as scalars
@@ -53,6 +61,11 @@ _NAMES = {
     "psclient.optim.server_optimizer": ("ServerOptimizer", "ServerRMSprop"),
     "psclient.optim.ssgd": ("SSGD",),
     "psclient.optim.wagma": ("WAGMA",),
+    "psclient.reader.cut": ("Cut", "Lag"),
+    "psclient.reader.directory_sink": ("DirectorySink",),
+    "psclient.reader.follower": ("Follower", "follow"),
+    "psclient.reader.module_sink": ("ModuleSink",),
+    "psclient.reader.patch_sink": ("Patch", "PatchReceiver"),
     "psclient.report": ("StepReport", "Totals", "scalars"),
     "psclient.rounds": ("Rounds",),
     "psclient.rpc.download": ("download", "save"),

@@ -1,4 +1,4 @@
-"""``psclient``: save a server's model, join the parts of a sharded one, compile the loops of a worker."""
+"""``psclient``: save a server's model, follow it, join the parts of a sharded one, compile the loops of a worker."""
 
 import argparse
 import sys
@@ -25,6 +25,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_addresses(save, "HOST:PORT of each shard, in order; or dns:///HOST:PORT")
     save.add_argument("--out", type=Path, required=True, metavar="FILE")
     save.add_argument("--timeout", type=positive_seconds, default=30.0, metavar="SECONDS", help="how long to try")
+    follow = commands.add_parser(
+        "follow",
+        help="keep a directory at the newest version of a running training",
+        epilog="TLS and tokens come from the environment, as for workers: PSCLIENT_TLS_CA, PSCLIENT_TOKEN_FILE, ...",
+    )
+    add_addresses(follow, "HOST:PORT of each shard, in order; or dns:///HOST:PORT")
+    follow.add_argument("--out", type=Path, required=True, metavar="DIR", help="for safetensors files and their index")
+    follow.add_argument(
+        "--exec", default="", metavar="COMMAND", help="run after each version, with SPARSEPS_VERSION set"
+    )
+    follow.add_argument("--once", action="store_true", help="end when the newest version is there")
+    follow.add_argument(
+        "--timeout", type=positive_seconds, default=30.0, metavar="SECONDS", help="how long --once tries; %(default)s"
+    )
+    follow.add_argument(
+        "--allow-older", action="store_true", help="follow a run that goes back to an older version, too"
+    )
     merge = commands.add_parser("merge", help="join the final models of all shards into one file")
     merge.add_argument("parts", nargs="+", type=Path, metavar="PART")
     merge.add_argument("--out", type=Path, required=True, metavar="FILE")
@@ -41,6 +58,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from pscore.names import escaped
 
     try:
+        if options.command == "follow":
+            from psclient.reader import command
+
+            return command.run(
+                ",".join(options.addresses),
+                options.out,
+                options.exec,
+                once=options.once,
+                seconds=options.timeout,
+                allow_older=options.allow_older,
+            )
         if options.command == "save":
             download.save(options.addresses, options.out, settings.load(), patience_seconds=options.timeout)
         else:
@@ -55,8 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _compile() -> int:
     from psclient.model import replica_loops
+    from pscore.model import digest_loops
     from pscore.warmup import warm_up, warm_up_selection
 
-    for compile_some in (warm_up, warm_up_selection, replica_loops.warm_up):
+    for compile_some in (warm_up, warm_up_selection, replica_loops.warm_up, digest_loops.warm_up):
         compile_some()
     return 0

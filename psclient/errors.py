@@ -162,6 +162,14 @@ class WorkersStillTrainingError(SparsepsError, TimeoutError):
         )
 
 
+class FollowerNotReadyError(SparsepsError, TimeoutError):
+    """A follower has no whole model, or not the version that was asked for; the message says why, if that is known."""
+
+
+class RolledBackError(SparsepsError, RuntimeError):
+    """The server has an older model than the follower, or that of another run, and the follower keeps its own."""
+
+
 class ServerNotReadyError(SparsepsError, RuntimeError):
     """The server answers, but has no model, and another worker that should upload it does not finish."""
 

@@ -118,6 +118,9 @@ class ServerSettings(LayeredSettings):
     ssp_bound: int = setting(0, "pushes that a worker may be ahead of the slowest live one; 0 for no bound", ge=0)
     delay_compensation: float = setting(0.0, "lambda of DC-ASGD (paper: 0.04); 0: none", ge=0, allow_inf_nan=False)
 
+    cut_seconds: float = setting(
+        0.2, "shortest time between two versions for readers (psclient follow); made while they ask", gt=0, le=3600
+    )
     lease_seconds: float = setting(
         15.0, "time after which a worker's lease ends without renewal", ge=0.5, le=LONGEST_SECONDS
     )

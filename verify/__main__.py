@@ -52,6 +52,7 @@ _BROKEN = (
 _NOTES = (
     "a push counts once a shard; repeats: answers to pushes that were answered before, on a connection of their own",
     "models compared: replicas and downloads at the version they claimed, against the reference's, bit for bit",
+    "readers: what a module or a directory held, at the versions that it claimed, against the reference's, bit for bit",
     "top-k replies: each entry against the reference's model less the replica, bit for bit, and the replica with it",
     "psclient: pushes of all lives against the servers' versions; each replica against the model after the last pull",
     "backups: no push is counted, since those behind a copy are gone with it; each replica against the model after the "
@@ -127,6 +128,7 @@ def _scenarios(
 
     if "kills" in options.only:
         for plan in _plans(options):
+            plan = replace(plan, readers=options.readers)
             add(plan, lambda plan, where, say: Campaign(plan, where, say, Kills()))
     if "disk" in options.only:
         disk = stack.enter_context(Disk(directory / "disk"))
@@ -190,6 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m verify", description="Break everything and count what is lost.")
     parser.add_argument("--kills", type=int, default=50, help="servers killed in the campaigns of kills, all together")
     parser.add_argument("--workers", type=int, default=8, help="that push meanwhile")
+    parser.add_argument("--readers", type=int, default=3, help="that follow the model in the campaigns of kills")
     parser.add_argument("--size", type=int, default=40_000, help="elements of the model")
     parser.add_argument("--pause", type=float, default=0.01, help="mean seconds between two pushes of a worker")
     parser.add_argument(

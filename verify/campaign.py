@@ -22,6 +22,7 @@ from verify.plan import Plan, Result
 from verify.traffic import book
 from verify.traffic.crew import Crew
 from verify.traffic.pusher import Pusher
+from verify.traffic.readers import Readers
 from verify.validate import server_readings
 
 LEASE_SECONDS = 2.0
@@ -116,8 +117,12 @@ class Campaign:
                 period=_MISFORTUNE_SECONDS,
                 lease=LEASE_SECONDS,
             )
-            with torment:
+            readers = Readers(
+                network.addresses, self.directory, plan.readers, size=plan.size, seed=self.rng.getrandbits(32)
+            )
+            with readers, torment:
                 self._misfortune.strike(self)
+            self._take_from(readers)
             self.say("everybody settles and leaves")
             self.crew.leave(_LEAVE_SECONDS)
             self._settle_rest()
@@ -195,6 +200,15 @@ class Campaign:
         self._seen[shard][found.version].add(wire.digest(found.values))
         self._generations[shard].add(found.generation)
         return found
+
+    def _take_from(self, readers: Readers) -> None:
+        """Keep what readers have held, to be compared at the version that they claimed."""
+        seen = readers.seen()
+        for shard, version, digest in seen:
+            self._seen[shard][version].add(digest)
+        self.result.faults += readers.counts
+        self.result.faults["versions that readers held"] += len({line[:2] for line in seen})
+        self.result.failures += readers.failures
 
     def _settle_rest(self) -> None:
         """Resend what killed workers left in doubt and nobody took over, until it is answered."""

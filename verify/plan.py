@@ -21,6 +21,7 @@ class Plan:
         pause: mean seconds between two pushes of a worker.
         seed: of everything that is drawn.
         down_mode: how pulls are answered.
+        readers: that follow the model meanwhile, and are killed.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Plan:
     pause: float
     seed: int
     down_mode: str = "exact"
+    readers: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,6 +137,7 @@ class Connection:
         pulls: begins the stream of pulls, of serialized requests and answers.
         uploads, downloads: begin the stream of one model; messages with values are serialized
             (:mod:`pscore.wire.dense`).
+        cuts: begins the stream of a cut's values, serialized likewise.
     """
 
     def __init__(
@@ -256,6 +257,7 @@ class Connection:
         self.pulls: Any = channel.stream_stream(f"/{_SERVICE}/PullDiff")
         self.uploads: Any = channel.stream_stream(f"/{_SERVICE}/UploadModel", None, pb.UploadModelResponse.FromString)
         self.downloads: Any = channel.stream_stream(f"/{_SERVICE}/DownloadModel")
+        self.cuts: Any = channel.stream_stream(f"/{_SERVICE}/ReadCut")
 
     def _open(self) -> grpc.Channel:
         self._target = self.address if self.locate is None else self.locate()

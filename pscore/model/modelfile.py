@@ -84,6 +84,15 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable, as far as its file system can; raises ``OSError``."""
+    try:
+        sync(path)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC_FOLDERS:
+            raise
+
+
 def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file under a temporary name, then rename it, so that no reader sees half a file.
 
@@ -106,11 +115,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    try:
-        sync(path.parent)
-    except OSError as error:
-        if error.errno not in _CANNOT_SYNC_FOLDERS:
-            raise
+    sync_folder(path.parent)
 
 
 def part_path(path: Path, shard_index: int, num_shards: int) -> Path:

@@ -57,6 +57,7 @@ class ErrorCode(Enum):
     EVICTED = ("PERMISSION_DENIED", "retry after the delay; an unanswered push is sent again under the same identity")
     NO_SUCH_WORKER = ("NOT_FOUND", "look at `psservice workers` for the names")
     NO_SUCH_CHECKPOINT = ("NOT_FOUND", "look at `psservice checkpoints` for those there are")
+    NO_SUCH_CUT = ("NOT_FOUND", "ask for the newest cut, and read that")
 
     def __init__(self, status_name: str, advice: str) -> None:
         self.status_name = status_name

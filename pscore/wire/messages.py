@@ -29,11 +29,13 @@ DATA_TYPES: dict[torch.dtype, "pb.DataType.ValueType"] = {
 }
 _DTYPES = {code: dtype for dtype, code in DATA_TYPES.items()}
 
+MOST_ELEMENTS = 1 << 48
+"""Of a model: beyond any; keeps a hostile shape from overflowing arithmetic."""
+
 MOST_TENSORS = 1 << 16
 """Parameters and buffers of a model together; their aliases together are at most as many."""
 
 _MAX_DIMENSIONS = 64  # torch's own limit
-_MAX_ELEMENTS = 1 << 48  # beyond any model; keeps a hostile shape from overflowing arithmetic
 
 
 def place_of(index: int, num_shards: int) -> str:
@@ -86,7 +88,7 @@ def kept_layout_from_message(message: pb.ModelLayout) -> ModelLayout:
         raise Rejected(ErrorCode.BAD_REQUEST, str(error)) from error
     if layout.size == 0:
         raise Rejected(ErrorCode.BAD_REQUEST, "the model has no parameters")
-    if layout.size > _MAX_ELEMENTS:
+    if layout.size > MOST_ELEMENTS:
         raise Rejected(ErrorCode.BAD_REQUEST, f"a model of {layout.size} parameters is beyond what can be served")
     return layout
 
@@ -96,7 +98,7 @@ def _spec_from_message(spec: pb.TensorSpec) -> TensorSpec:
     if dtype is None:
         raise Rejected(ErrorCode.BAD_REQUEST, f"tensor {shown(spec.name)!r} has unknown data type {spec.data_type}")
     sizes = tuple(spec.shape[: _MAX_DIMENSIONS + 1])  # bounded before anything is multiplied
-    if len(sizes) > _MAX_DIMENSIONS or math.prod(max(1, size) for size in sizes) > _MAX_ELEMENTS:
+    if len(sizes) > _MAX_DIMENSIONS or math.prod(max(1, size) for size in sizes) > MOST_ELEMENTS:
         raise Rejected(ErrorCode.BAD_REQUEST, f"tensor {shown(spec.name)!r} has an impossible shape")
     return TensorSpec(spec.name, sizes, dtype, tuple(spec.aliases))
 

@@ -85,6 +85,13 @@ class ChangeLog:
                 count += 1
             return self._last(count)
 
+    def between(self, version: int, until: int) -> list[ChangedIndices] | None:
+        """Return the changes of every version after ``version``, up to ``until``; ``None`` if some are dropped."""
+        with self._lock:
+            if version < self.covered_from:
+                return None
+            return [changed for recorded, changed in self._changes if version < recorded <= until]
+
     def after(self, position: int) -> list[ChangedIndices] | None:
         """Return what was recorded after the first ``position`` changes; ``None`` if some of that is dropped."""
         with self._lock:

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from psservice.model import union_loops
+from psservice.model.changelog import union
 from psservice.rules.changed import offset_dtype
 
 _SMALL = 4096
@@ -33,6 +34,15 @@ class TensorCopy(Protocol):
 
     def read(self, start: int, end: int) -> torch.Tensor:
         """Return the elements ``[start, end)`` of the flat tensor, in memory of their own."""
+
+    def gather(self, offsets: torch.Tensor) -> torch.Tensor:
+        """Return the elements at offsets (int64, ascending) of the flat tensor."""
+
+    def overwritten(self, until: "TensorCopy") -> torch.Tensor | None:
+        """Return the offsets (int64, ascending) of what was overwritten before a later copy of the tensor was opened.
+
+        ``None``: perhaps everything.
+        """
 
     def release(self, end: int) -> None:
         """Note that no element before ``end`` is read any more."""
@@ -66,6 +76,21 @@ class _Kept:
             first, last = torch.searchsorted(offsets, offsets.new_tensor([start, end])).tolist()
             if first < last:
                 values[offsets[first:last].long() - start] = kept[first:last]
+
+    def write_at(self, values: torch.Tensor, offsets: torch.Tensor) -> None:
+        """Overwrite what was read from a tensor at offsets (ascending) with what is kept of that."""
+        if self.rest is not None:
+            first, rest = self.rest
+            inside = offsets >= first
+            values[inside] = rest[offsets[inside] - first]
+        for kept_offsets, kept in list(self.entries):
+            if values.is_cpu:
+                loop = union_loops.overwrite.on(kept.numel())
+                loop(offsets.numpy(), values.numpy(), kept_offsets.numpy(), kept.numpy())
+            elif offsets.numel():
+                places = torch.searchsorted(offsets, kept_offsets.long()).clamp_(max=offsets.numel() - 1)
+                found = offsets[places] == kept_offsets
+                values[places[found]] = kept[found]
 
 
 class _Watched:
@@ -159,6 +184,12 @@ class CopyOnWrite:
             kept = copy.watched.kept
             return kept[kept.index(copy.kept) :]
 
+    def kept_between(self, copy: "_OpenCopy", later: "_OpenCopy") -> list[_Kept]:
+        """Return what was kept from the opening of a copy until that of a later one of the same tensor."""
+        with self._lock:
+            kept = copy.watched.kept
+            return kept[kept.index(copy.kept) : kept.index(later.kept)]
+
     def close(self, copy: "_OpenCopy") -> None:
         """Drop a copy, and what no other needs."""
         with self._lock:
@@ -195,6 +226,24 @@ class _OpenCopy:
             kept.write_into(values, start)
         return values
 
+    def gather(self, offsets: torch.Tensor) -> torch.Tensor:
+        flat = self.watched.flat
+        values = torch.from_numpy(flat.numpy()[offsets.numpy()]) if flat.is_cpu else flat[offsets]
+        for kept in reversed(self._owner.kept_since(self)):
+            kept.write_at(values, offsets)
+        return values
+
+    def overwritten(self, until: TensorCopy) -> torch.Tensor | None:
+        if not isinstance(until, _OpenCopy) or until.watched is not self.watched:
+            return None
+        between = self._owner.kept_between(self, until)
+        if any(kept.rest is not None for kept in between):
+            return None
+        changed = [offsets for kept in between for offsets, _ in kept.entries]
+        found = union(changed, self.watched.flat.numel())
+        assert found is not None  # each has offsets
+        return found.to(self.watched.flat.device).long()
+
     def release(self, end: int) -> None:
         self.position = max(self.position, end)
 
@@ -218,6 +267,12 @@ class _Whole:
 
     def read(self, start: int, end: int) -> torch.Tensor:
         return self._tensor.reshape(-1)[start:end].clone()
+
+    def gather(self, offsets: torch.Tensor) -> torch.Tensor:
+        return self._tensor.reshape(-1)[offsets]
+
+    def overwritten(self, until: TensorCopy) -> torch.Tensor | None:
+        return None
 
     def release(self, end: int) -> None:
         pass
@@ -245,6 +300,15 @@ class _Mean:
         for copy in self._copies[1:]:
             total.add_(copy.read(start, end))
         return total.div_(len(self._copies))
+
+    def gather(self, offsets: torch.Tensor) -> torch.Tensor:
+        total = self._copies[0].gather(offsets)
+        for copy in self._copies[1:]:
+            total.add_(copy.gather(offsets))
+        return total.div_(len(self._copies))
+
+    def overwritten(self, until: TensorCopy) -> torch.Tensor | None:
+        return None
 
     def release(self, end: int) -> None:
         for copy in self._copies:

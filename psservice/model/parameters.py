@@ -147,6 +147,18 @@ class ModelShard:
         """Open a copy of the parameters, fp32 ``[span.length]``."""
         return self.copies.open(self.theta)
 
+    @property
+    def versions_name_values(self) -> bool:
+        """Whether nothing but another version changes what :meth:`open_values` copies."""
+        return True
+
+    def changes_between(self, version: int, until: int) -> list[ChangedIndices] | None:
+        """Return what the versions after ``version``, up to ``until``, have changed of what :meth:`open_values` copies.
+
+        From any thread; ``None`` if that is not known.
+        """
+        return self.changelog.between(version, until)
+
     def current(self) -> torch.Tensor:
         """Return the parameters, fp32 ``[span.length]``."""
         with closing(self.open_values()) as values:

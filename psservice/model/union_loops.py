@@ -60,6 +60,23 @@ def gather(words, x, offsets, values):
             word &= word - _1
 
 
+@compiled
+def overwrite(offsets, values, later_offsets, later_values):
+    """Replace the values at offsets that are in both lists, which ascend, by the second list's."""
+    i = 0
+    for j in range(later_offsets.size):
+        offset, step = later_offsets[j], 1
+        while i + step < offsets.size and offsets[i + step] <= offset:  # gallop: one list may be far longer
+            i += step
+            step *= 2
+        while step >= 1:
+            if i + step < offsets.size and offsets[i + step] <= offset:
+                i += step
+            step //= 2
+        if i < offsets.size and offsets[i] == offset:
+            values[i] = later_values[j]
+
+
 def warm_up() -> None:
     """Run every loop once, so that no pull waits for the compiler."""
     words, x, values = np.ones(1, np.uint64), np.ones(64, np.float32), np.empty(1, np.float32)
@@ -67,5 +84,7 @@ def warm_up() -> None:
     for dtype in (np.int32, np.int64):
         mark(words, np.zeros(1, dtype))
     mark_new(words, offsets, 0, np.zeros(1, np.int32))
+    for dtype in (np.int32, np.int64):
+        overwrite(offsets, values, np.zeros(1, dtype), values)
     gather(words, None, offsets, None)
     gather(words, x, offsets, values)

@@ -110,7 +110,7 @@ _STALENESS_BUCKETS = (0, *(1 << power for power in range(17)))  # to 65,536: Spa
 _SECONDS_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 _DENSITY_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
-_COUNTED_CALLS = ("PushSparse", "PullDiff", "ExchangeBuffers")
+_COUNTED_CALLS = ("PushSparse", "PullDiff", "ExchangeBuffers", "ReadCut")
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series beside each counter and histogram, which nothing reads
 
@@ -204,6 +204,14 @@ class Metrics:
         )
         self.max_staleness = gauge(
             "psservice_max_staleness", "Staleness above which pushes are refused; 0 for no limit"
+        )
+
+        self.readers = gauge("psservice_readers", "Readers that follow the model, on shard 0")
+        self.cut_version = gauge(
+            "psservice_cut_version", "Version of shard 0 in the newest cut for readers; 0 if there is none"
+        )
+        self.reader_behind_seconds = gauge(
+            "psservice_reader_behind_seconds", "Longest time for which a reader has lacked the newest cut"
         )
 
         self.queued = gauge("psservice_queued", "Pushes and pulls at work, or waiting for a thread")

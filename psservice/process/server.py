@@ -30,6 +30,7 @@ from psservice.rpc.file_watcher import FileWatcher
 from psservice.rpc.health_and_reflection import LIVENESS, Health, reflection_handlers
 from psservice.rpc.operators import OperatorCalls
 from psservice.rpc.ports import EventLoop, bind_port, open_port
+from psservice.rpc.readers import ReaderCalls
 from psservice.rpc.shards import Follower, ShardCalls, security_of
 from psservice.rpc.status import bind_certificates, bind_metrics
 from psservice.rpc.watched_files import SecurityError
@@ -120,7 +121,7 @@ class Server:
         except (StorageError, SecurityError, TracingError) as error:
             raise StartError(str(error)) from error
         operators = OperatorCalls(self.shard, lambda: self._dispatcher.queued, self.update_health, self._ask_to_stop)
-        calls = (WorkerCalls(self.shard), ShardCalls(self.shard), operators)
+        calls = (WorkerCalls(self.shard), ReaderCalls(self.shard), ShardCalls(self.shard), operators)
         handlers_by_rpc = {rpc: handler for each in calls for rpc, handler in handlers_of(each).items()}
         self._dispatcher = Dispatcher(handlers_by_rpc, authenticator, self.shard)
         self.shard.leases.waiters.serve_on(self._loop.loop.call_soon_threadsafe)

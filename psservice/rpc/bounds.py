@@ -15,7 +15,7 @@ from pscore.names import LONGEST_NAME
 from pscore.wire.dense import fields
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.histories import MOST_ORIGINS
-from pscore.wire.messages import LARGEST_RATE, MOST_TENSORS
+from pscore.wire.messages import LARGEST_RATE, MOST_ELEMENTS, MOST_TENSORS
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.data_leases.dataset import MOST_EPOCHS, MOST_SAMPLES, MOST_SIZE
 from psservice.values import require_name
@@ -69,7 +69,11 @@ BOUNDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
         "wait_seconds": _WAIT,
     },
     "WaitForAllRequest": {"number": (1, _MOST_STEP), "wait_seconds": _WAIT},
-    "FollowRunRequest": {"known": (0, (1 << 64) - 1), "wait_seconds": _WAIT},
+    "FollowRunRequest": {"known": (0, (1 << 64) - 1), "wait_seconds": _WAIT, "cut": (0, (1 << 64) - 1)},
+    "ShardVersion": {"generation": (0, _MOST_GENERATION), "version": (0, _MOST_VERSION)},
+    "AwaitCutRequest": {"wait_seconds": _WAIT, "version": (0, _MOST_VERSION)},
+    "ReadCutRequest": {"link_bytes_per_second": (0.0, _FASTEST_LINK)},
+    "HeldPart": {"end": (1, MOST_ELEMENTS), "version": (0, _MOST_VERSION)},
     "RestoreModelRequest": {"version": (0, _MOST_VERSION)},
     "EvictWorkerRequest": {"ban_seconds": (0.0, _LONGEST_BAN_SECONDS)},
 }
@@ -80,6 +84,7 @@ _MOST_SETTINGS = 256
 _LONGEST_SETTING = 512 << 10  # the positions of all tensors, in groups of an optimizer
 _MOST_CODECS = 64
 _MOST_SHARDS = 4096
+_MOST_HELD = 16  # parts of a shard
 _MOST_FIELDS = 8192  # of one message
 _MOST_INNER_FIELDS = MOST_TENSORS + 1  # of one in it: a layout has its tensors and a fingerprint
 
@@ -92,6 +97,7 @@ _NAMES: Mapping[str, Mapping[str, bool]] = {
     "DeleteCheckpointRequest": {"checkpoint": False},
     "RestoreModelRequest": {"checkpoint": True, "ticket": True},
     "EvictWorkerRequest": {"worker_id": False},
+    "AwaitCutRequest": {"reader": True},
 }
 """By message and field: whether the name may be empty."""
 
@@ -161,9 +167,26 @@ def _require_digest(digest: bytes) -> None:
         raise Rejected(ErrorCode.BAD_REQUEST, f"a model's digest has {len(digest)} bytes; it must have {_DIGEST_BYTES}")
 
 
+def _require_cut_question(request: pb.AwaitCutRequest) -> None:
+    if len(request.known) > _MOST_SHARDS:
+        raise Rejected(ErrorCode.BAD_REQUEST, f"a cut has at most {_MOST_SHARDS} shards")
+    for version in request.known:
+        require(version)
+
+
+def _require_read(request: pb.ReadCutRequest) -> None:
+    if len(request.held) > _MOST_HELD or len(request.index_codecs) > _MOST_CODECS:
+        raise Rejected(ErrorCode.BAD_REQUEST, f"a reader tells of at most {_MOST_HELD} parts and {_MOST_CODECS} codecs")
+    for part in (request.version, *request.held):
+        require(part)
+
+
 _LISTS: Mapping[str, Callable[[Any], None]] = {
     "JoinRequest": _require_join,
     "RenewLeaseRequest": _require_renewal,
+    "AwaitCutRequest": _require_cut_question,
+    "ReadCutRequest": _require_read,
+    "FollowRunRequest": lambda request: require(request.version),
     "UploadHeader": lambda header: _require_digest(header.digest) if header.digest else None,
 }
 

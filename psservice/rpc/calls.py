@@ -48,6 +48,7 @@ class Lane(Enum):
     JOIN = "join"
     OPERATOR = "operator"
     FINISH = "finish"
+    READ = "read"
     WORK = "work"
 
 
@@ -80,6 +81,8 @@ RULES: dict[str, Rule] = {
     "Leave": Rule(Role.WORKER, Lane.JOIN),
     "UploadModel": Rule(Role.WORKER, Lane.WORK, changes=True, in_parts=True, reads_ahead=True),
     "DownloadModel": Rule(Role.READER, Lane.WORK),
+    "AwaitCut": Rule(Role.READER, Lane.READ),
+    "ReadCut": Rule(Role.READER, Lane.READ),
     "PushSparse": Rule(Role.WORKER, Lane.WORK, changes=True, in_parts=True, stays_open=True, has_last_step=True),
     "PullDiff": Rule(Role.WORKER, Lane.WORK, stays_open=True),
     "ExchangeBuffers": Rule(Role.WORKER, Lane.WORK, changes=True, in_parts=True),

@@ -63,7 +63,7 @@ _OneMessage: TypeAlias = Callable[[Call, Message], Answer]
 _InParts: TypeAlias = Callable[[Call], StreamReader]
 
 _SMALL_BYTES = 16 << 10  # of a message of a push that is decoded sooner than handed over
-_LANE_THREADS = {Lane.LEASE: 2, Lane.JOIN: 2, Lane.OPERATOR: 4, Lane.FINISH: 1}
+_LANE_THREADS = {Lane.LEASE: 2, Lane.JOIN: 2, Lane.OPERATOR: 4, Lane.FINISH: 1, Lane.READ: 2}
 _MOST_AHEAD = 4  # calls of which a message that is not charged yet, 4 MiB at most, is received
 _MOST_CALLS = 4096
 _MOST_SILENT = 256  # calls without a message, and two for each worker with a lease; beyond that the oldest is cut

@@ -14,6 +14,7 @@ from pscore.wire.messages import place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psservice.awaiting import NotYetError
+from psservice.cuts.cuts import ShardVersion
 from psservice.rpc.auth import Authenticator
 from psservice.rpc.calls import Call
 from psservice.settings import ServerSettings
@@ -48,11 +49,28 @@ class ShardCalls:
             meant = place_of(0, request.num_shards)
             mine = place_of(settings.shard_index, settings.num_shards)
             raise Rejected(ErrorCode.SHARD_MISMATCH, f"the shard takes this server for shard {meant}; it is {mine}")
+        if request.cut:
+            version = request.version
+            told = ShardVersion(version.generation, version.version, version.digest)
+            shard.cuts.hear(request.shard_index, request.cut, told)
         number, news = shard.news, news_of(shard)  # in this order: what changes from here on changes the number
         fingerprint = _fingerprint(news)
         if request.known == fingerprint and call.wait_seconds and not call.is_late:
             raise NotYetError(ErrorCode.BUSY, "there are no news", lambda: shard.news != number)
         return pb.FollowRunResponse(news=news, fingerprint=fingerprint)
+
+
+def question_of(shard: Shard, known: int) -> pb.FollowRunRequest:
+    """Return the next question to shard 0; ``known`` is the fingerprint of the last news."""
+    cut, version = shard.cuts.own()
+    return pb.FollowRunRequest(
+        shard_index=shard.settings.shard_index,
+        num_shards=shard.settings.num_shards,
+        known=known,
+        wait_seconds=LONGEST_SECONDS,
+        cut=cut,
+        version=None if version is None else pb.ShardVersion(**version._asdict()),
+    )
 
 
 def _fingerprint(news: pb.RunNews) -> int:
@@ -104,10 +122,7 @@ class Follower:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _ask(self, stub: ParameterServerServiceStub, known: int) -> pb.FollowRunResponse:
-        settings = self._shard.settings
-        request = pb.FollowRunRequest(
-            shard_index=settings.shard_index, num_shards=settings.num_shards, known=known, wait_seconds=LONGEST_SECONDS
-        )
+        request = question_of(self._shard, known)
         token = self._authenticator.shard_token()
         metadata = (("authorization", token),) if token else None
         self._call = stub.FollowRun.future(request, timeout=LONGEST_SECONDS + _ANSWER_SECONDS, metadata=metadata)

@@ -19,6 +19,9 @@ _DOWN_MODES = {"auto": pb.DOWN_MODE_AUTO, "exact": pb.DOWN_MODE_EXACT, "topk": p
 _BUFFER_POLICIES = {"sync": pb.BUFFER_POLICY_SYNC, "local": pb.BUFFER_POLICY_LOCAL, "none": pb.BUFFER_POLICY_NONE}
 
 
+_MOST_READERS = 1000  # in an answer
+
+
 def status_of(shard: Shard, uptime_seconds: float, queued: int, *, brief: bool = False) -> pb.GetStatusResponse:
     """Return a shard's status now; ``queued`` counts pushes and pulls at work, ``brief`` leaves the workers out."""
     settings, traffic = shard.settings, shard.metrics.traffic
@@ -69,7 +72,27 @@ def status_of(shard: Shard, uptime_seconds: float, queued: int, *, brief: bool =
         max_staleness=settings.max_staleness,
         origins=shard.state.histories.origins,
         known_shards=shard.state.histories.known(),
+        cut_version=_cut_version(shard),
+        readers=_readers(shard),
     )
+
+
+def _cut_version(shard: Shard) -> int:
+    cut = shard.cuts.newest
+    return cut.shards[0].version if cut else 0
+
+
+def _readers(shard: Shard) -> list[pb.ReaderStatus]:
+    now = shard.environment.monotonic()
+    return [
+        pb.ReaderStatus(reader=each.name, version=each.version, behind_seconds=each.behind_seconds(now))
+        for each in shard.cuts.readers.all()[:_MOST_READERS]
+    ]
+
+
+def _longest_behind(shard: Shard) -> float:
+    now = shard.environment.monotonic()
+    return max((each.behind_seconds(now) for each in shard.cuts.readers.all()), default=0.0)
 
 
 def _worker_status(shard: Shard, member: Member) -> pb.WorkerStatus:
@@ -128,6 +151,9 @@ def bind_metrics(shard: Shard) -> None:
     metrics.image_bytes.set_function(lambda: shard.memory.images)
     metrics.live_workers.set_function(lambda: len(shard.leases))
     metrics.clock_spread.set_function(shard.leases.clock_spread)
+    metrics.readers.set_function(lambda: len(shard.cuts.readers))
+    metrics.cut_version.set_function(lambda: _cut_version(shard))
+    metrics.reader_behind_seconds.set_function(lambda: _longest_behind(shard))
     metrics.training.set_function(lambda: shard.run.state is RunState.TRAINING)
     metrics.draining.set_function(lambda: shard.drain_gate.is_closed)
     metrics.durable.set_function(lambda: shard.durability.is_healthy)

@@ -1,7 +1,9 @@
-"""The run's id, end, checkpoints and workers without samples: shard 0 decides them, and the other shards follow."""
+"""The run's id, end, checkpoints, cuts and workers without samples: shard 0 decides, and the other shards follow."""
 
 import logging
+from contextlib import suppress
 
+from pscore.wire.errors import Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.shard.lifecycle import close_rounds_after_leave, end_if_over
 from psservice.shard.shard import End, Shard
@@ -24,6 +26,7 @@ def news_of(shard: Shard) -> pb.RunNews:
         last_step=last[1] if last else 0,
         checkpoint=shard.durability.announced_checkpoint(),
         generation=0 if shard.model is None else shard.model.generation,
+        cut=shard.cuts.wanted,
         workers_without_samples=[
             member.identity.worker_id for member in shard.leases.members() if member.has_no_samples
         ],
@@ -45,6 +48,8 @@ def follow(shard: Shard, news: pb.RunNews) -> None:
             extra={"run": shard.run.run_id, "of_shard_0": news.run_id},
         )
         return
+    with suppress(Rejected):  # no model, or another one is on its way in: shard 0 names another cut
+        shard.cuts.take_part(news.cut)
     shard.durability.hear_of_checkpoint(news.checkpoint)
     without = {*news.workers_without_samples}
     for member in shard.leases.members():

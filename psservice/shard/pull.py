@@ -31,9 +31,7 @@ def pull(
     model, base_version = shard.require_model(generation), request.base_version
     if synchronizer is not None:
         model, base_version = synchronizer.model_for(member, base_version, request.acknowledged)
-    form = WireForm(
-        allowed=member.worker.index_codecs, link_bytes_per_second=_link_class(request.link_bytes_per_second)
-    )
+    form = WireForm(allowed=member.worker.index_codecs, link_bytes_per_second=link_class(request.link_bytes_per_second))
     seen = request if base_version == request.base_version else replace(request, base_version=base_version)
     topk = shard.topk.asked(request.density, request.value)
     reply = ReplyMaker(model, shard.apply_thread, member.downlink, topk, seen, form, reserve).answer()
@@ -43,7 +41,7 @@ def pull(
     return reply
 
 
-def _link_class(bytes_per_second: float) -> float:
+def link_class(bytes_per_second: float) -> float:
     """Round the rate of a link to a power of 4; 0 if it is not known. Workers of one class share replies."""
     if not 1 <= bytes_per_second < math.inf:
         return 0.0

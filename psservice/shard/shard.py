@@ -18,6 +18,8 @@ from pscore.selection import SELECTORS
 from pscore.wire.codecs.names import VALUE_CODECS
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.apply_thread import ApplyThread
+from psservice.cuts.cuts import Cuts
+from psservice.cuts.shard_cut import ShardCut
 from psservice.durability.durability import Durability, Prepared
 from psservice.durability.final_model import FinalModel, ModelCopy
 from psservice.membership.admission import Admission, DrainGate
@@ -83,6 +85,7 @@ class Shard:
     Attributes:
         state: what snapshots and records keep, and what records alone change.
         synchronizer: of rounds or groups; ``None`` in an asynchronous run, and before the upload.
+        cuts: versions that readers follow.
         memory: what calls occupy, and what is kept for them and for workers.
         news: a number that differs once there are news for the other shards; see :meth:`tell_shards`.
         rollback: that is prepared, while the shard holds.
@@ -140,6 +143,7 @@ class Shard:
         self.ends_with: End | None = None
         self.undone_end = 0
         self.durability = Durability(self, on_health, self.tell_shards)
+        self.cuts = Cuts(self, settings.cut_seconds, settings.num_shards)
 
     def new_state(self) -> ShardState:
         """Return the state of a shard without a model."""
@@ -222,6 +226,7 @@ class Shard:
             replaced.forget_replies()  # or they would keep it, and it them
             still_read = [each for each in self._replaced if each() is not None]
             self._replaced = [*still_read, weakref.ref(replaced.copies)]
+        self.cuts.forget()
         self.state = state
         assert state.model is not None
         self.synchronizer = self._synchronizer_for(state.model)
@@ -257,6 +262,21 @@ class Shard:
         buffers = self.state.buffers
         return ModelCopy(self.require_model(None), buffers.state() if buffers else {})
 
+    def open_cut(self, number: int) -> ShardCut:
+        """Open the shard's values for readers, at a version that is durable."""
+
+        def open_now() -> ShardCut:
+            model, buffers = self.require_model(None), self.state.buffers
+            return ShardCut(number, model, buffers.state() if buffers else {}, self.environment.monotonic())
+
+        cut = self.apply_thread.run(open_now)
+        self.durability.records.wait()
+        return cut
+
+    def has_room_for_cuts(self) -> bool:
+        """Tell whether what is kept for answers, of which cuts have a part, is within its limit."""
+        return not self.memory.exceeds(0, self.memory.kept())
+
     def _kept(self) -> Kept:
         kept = Kept() if (model := self.model) is None else model.kept()
         of_replaced = sum([copies.held_bytes for each in self._replaced if (copies := each()) is not None])
@@ -274,6 +294,7 @@ class Shard:
         self.stopping.set()
         if self.lease_ends is not None:
             self.lease_ends.join()  # or it would write behind the last snapshot
+        self.cuts.close()
         self.durability.stop()
         self.apply_thread.close()
         if self.apply_thread.failed:

@@ -19,7 +19,7 @@ from psservice.model.copies import TensorCopy, mean_of
 from psservice.model.parameters import GroupDecision, ModelShard
 from psservice.model.training_mode import TrainingMode
 from psservice.rules.base import PLAIN, PushContext, RuleState
-from psservice.rules.changed import offset_dtype
+from psservice.rules.changed import ChangedIndices, offset_dtype
 from psservice.wagma.group_rounds import Frozen, GroupRounds
 
 
@@ -74,6 +74,15 @@ class GroupedShard(ModelShard):
         if not self.replicas or self._is_over:
             return super().open_values()
         return mean_of([self.copies.open(self.replicas[worker].model.theta) for worker in sorted(self.replicas)])
+
+    @property
+    def versions_name_values(self) -> bool:
+        """Whether the mean is the same at the same version: averages of groups round, and a worker may leave."""
+        return False
+
+    def changes_between(self, version: int, until: int) -> list[ChangedIndices] | None:
+        """Return ``None``: every model changes, each by itself, and so does their mean."""
+        return None
 
     @traced("apply")
     def take(self, worker: str, push: SparseSlice | None, context: PushContext = PLAIN, step: int = 0) -> int:

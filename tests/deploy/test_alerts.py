@@ -121,7 +121,7 @@ def test_the_anchors_that_the_runbook_refers_to_are_there():
 
 def test_the_runbook_names_settings_that_there_are():
     flags = {"--" + name.replace("_", "-") for name in ServerSettings.model_fields}
-    of_commands = {"--checkpoint", "--name", "--tls-ca"}
+    of_commands = {"--allow-older", "--checkpoint", "--name", "--once", "--tls-ca"}
     named = set(re.findall(r"--[a-z][a-z-]+[a-z]", RUNBOOK.read_text()))
     assert named - of_commands <= flags
 

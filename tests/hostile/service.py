@@ -27,6 +27,7 @@ from psservice.observability.metrics import Metrics
 from psservice.rpc.auth import ANONYMOUS_ADMIN
 from psservice.rpc.calls import RULES, Call, check, handlers_of
 from psservice.rpc.operators import OperatorCalls
+from psservice.rpc.readers import ReaderCalls
 from psservice.rpc.shards import ShardCalls
 from psservice.rpc.workers import WorkerCalls
 from psservice.settings import ServerSettings
@@ -105,7 +106,7 @@ class Service:
         values = {"lease_seconds": 3600.0, "run_id": "fuzz", **settings}
         self.engine = open_shard(ServerSettings.model_validate(values), torch.device("cpu"), Metrics())
         operators = OperatorCalls(self.engine, lambda: 0, lambda: None, lambda: None)
-        calls = (WorkerCalls(self.engine), ShardCalls(self.engine), operators)
+        calls = (WorkerCalls(self.engine), ReaderCalls(self.engine), ShardCalls(self.engine), operators)
         self.handlers = {rpc: handler for each in calls for rpc, handler in handlers_of(each).items()}
         self.identity = pb.WorkerIdentity(run_id="fuzz", worker_id="anna", incarnation="1")
         self.step = 0
@@ -161,6 +162,19 @@ class Service:
             messages.append(pb.PushSparseRequest(chunks=[chunk]))
         return [*messages, pb.PushSparseRequest(commit=checksum.commit())]
 
+    def read_cut(self, chance: random.Random) -> pb.ReadCutRequest:
+        """Return a question for the values of a cut that there is, if one can be made."""
+        self.engine.cuts.make_if_due()
+        cut, middle = self.engine.cuts.newest, chance.randrange(1, LAYOUT.size)
+        found = cut.shards[0] if cut is not None else None
+        return pb.ReadCutRequest(
+            version=pb.ShardVersion(**found._asdict()) if found else None,
+            held=[
+                pb.HeldPart(end=middle, has_version=True, version=chance.randrange(self.step + 1)),
+                pb.HeldPart(end=LAYOUT.size),
+            ],
+        )
+
     def good(self, rpc: str, chance: random.Random) -> list[Message]:
         """Return the messages of a call that would be obeyed, or at least understood."""
         identity = self.identity
@@ -194,6 +208,8 @@ class Service:
                     held=[pb.SampleRange(start=chance.randrange(900), count=chance.randrange(1, 100))],
                 )
             ],
+            "AwaitCut": lambda: [pb.AwaitCutRequest(reader="r", known=[pb.ShardVersion(version=chance.randrange(3))])],
+            "ReadCut": lambda: [self.read_cut(chance)],
             "FollowRun": lambda: [pb.FollowRunRequest(num_shards=1, known=chance.randrange(3))],
             "GetStatus": lambda: [pb.GetStatusRequest()],
             "FinishRun": lambda: [pb.FinishRunRequest(run_id="another")],

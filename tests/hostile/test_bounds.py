@@ -25,7 +25,11 @@ NUMBERS = (
     FieldDescriptor.CPPTYPE_FLOAT,
 )
 MOST = 2**64 - 1
-EVERY_VALUE = {("LeaseSamplesRequest", "seed"), ("FollowRunRequest", "known")}  # all 64 bits are its bound
+EVERY_VALUE = {
+    ("LeaseSamplesRequest", "seed"),
+    ("FollowRunRequest", "known"),
+    ("FollowRunRequest", "cut"),
+}  # all 64 bits are its bound
 COMPARED = {  # with what the shard has, or with what has come before: what does not agree is refused by another name
     ("Chunk", "start"),
     ("Chunk", "length"),
@@ -91,6 +95,10 @@ def requests_of(worker, rpc):
         return [pb.WaitForAllRequest(identity=identity, number=1)]
     if rpc == "FollowRun":
         return [pb.FollowRunRequest(num_shards=1)]
+    if rpc == "AwaitCut":
+        return [pb.AwaitCutRequest(known=[pb.ShardVersion()])]
+    if rpc == "ReadCut":
+        return [pb.ReadCutRequest(version=pb.ShardVersion(generation=generation), held=[pb.HeldPart(end=1)])]
     if rpc == "RestoreModel":
         return [pb.RestoreModelRequest(version=1)]
     if rpc == "EvictWorker":

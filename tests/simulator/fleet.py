@@ -12,7 +12,8 @@ from psservice.rpc.auth import Authenticator
 from psservice.rpc.calls import handlers_of
 from psservice.rpc.dispatcher import Dispatcher
 from psservice.rpc.operators import OperatorCalls
-from psservice.rpc.shards import LONGEST_SECONDS, ShardCalls
+from psservice.rpc.readers import ReaderCalls
+from psservice.rpc.shards import ShardCalls, question_of
 from psservice.rpc.workers import WorkerCalls
 from psservice.settings import ServerSettings
 from psservice.shard.following import follow
@@ -105,7 +106,7 @@ class Host:
 
         shard.durability.records.append = watched
         operators = OperatorCalls(shard, lambda: self.dispatcher.queued, lambda: None, lambda: None)
-        calls = (WorkerCalls(shard), ShardCalls(shard), operators)
+        calls = (WorkerCalls(shard), ReaderCalls(shard), ShardCalls(shard), operators)
         handlers = {rpc: handler for each in calls for rpc, handler in handlers_of(each).items()}
         self.dispatcher = Dispatcher(handlers, Authenticator(None, None), shard)
         self.service, self.is_up = self.dispatcher.service, True
@@ -172,6 +173,7 @@ class Host:
                 if self.settings.fsync == "interval":
                     shard.durability.records.journal.force()
                 shard.durability.snapshot_if_due()
+                shard.cuts.keep_up()
             except (Rejected, StorageError) as refusal:
                 self.simulation.note(f"maintenance: {refusal}"[:80])
             if shard.durability.is_broken or shard.apply_thread.failed:
@@ -185,14 +187,10 @@ class Host:
         while True:
             link = Link(self.simulation.hosts[0], "FollowRun", self.random, cut_share=self.simulation.cut_share)
             try:
-                await link.send(
-                    pb.FollowRunRequest(
-                        shard_index=self.index,
-                        num_shards=self.simulation.num_shards,
-                        known=known,
-                        wait_seconds=LONGEST_SECONDS,
-                    )
-                )
+                question = question_of(self.shard, known)
+                if question.cut and question.version.generation == self.shard.model.generation:
+                    self.witness.told_of_version(self.shard, question.version.version)
+                await link.send(question)
                 await link.end()
                 answer = await link.receive(pb.FollowRunResponse)
                 self.require_alive()

@@ -12,14 +12,17 @@ import torch
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.model import copies
 from tests.psservice.service_makers import F32, layout_of
 from tests.simulator.fleet import Host
 from tests.simulator.network import CutError, Link, RefusedError, StuckError, VirtualLoop
+from tests.simulator.reader import Reader
 from tests.simulator.witness import BrokenPromiseError, Witness, require
 from tests.simulator.worker import Worker
 
 LAYOUT = layout_of((40, F32), (9, F32))
 NAMES = ("anna", "bert", "cleo")
+READERS = ("rita",)
 LONGEST_SECONDS = 3600.0  # of virtual time, which nothing but a wait without an end reaches
 METHODS = {
     "asynchronous": {},
@@ -50,7 +53,7 @@ class Simulation:
         if self.method == "asynchronous" and draw.random() < 0.4:
             self.server_options["ssp_bound"] = draw.randint(1, 2)
         self.cut_share = draw.choice((0.0, 0.01, 0.05))
-        self.is_rough, self.trace, self._error, self._tasks = True, [], None, set()
+        self.is_rough, self.is_over, self.trace, self._error, self._tasks = True, False, [], None, set()
         self.start = self._grid(LAYOUT.size)
         self.entries = [{} for _ in self.spans]  # of each push, by shard, identity and step
         self.hosts = []
@@ -94,6 +97,7 @@ class Simulation:
     def _fixed_randomness(self):
         random.seed(self.seed)
         with (
+            mock.patch.object(copies, "_SMALL", 1),  # so that the tensors are watched, as large ones are
             mock.patch.object(secrets, "randbits", self.random.getrandbits),
             mock.patch.object(secrets, "token_hex", lambda count: self.random.randbytes(count).hex()),
         ):
@@ -108,13 +112,15 @@ class Simulation:
             host.start()
         self.workers = [Worker(self, name, self.random.randint(3, 7)) for name in NAMES]
         troubles = self.start_task(self._make_trouble())
+        readers = [self.start_task(Reader(self, name).live()) for name in READERS]
         try:
             async with asyncio.timeout(LONGEST_SECONDS):
                 await asyncio.gather(*(worker.live() for worker in self.workers))
                 troubles.cancel()
-                self.is_rough = False
+                self.is_rough, self.cut_share, self.is_over = False, 0.0, True
                 while not all(host.is_up for host in self.hosts):
                     await asyncio.sleep(1.0)
+                await asyncio.gather(*readers)
         except asyncio.CancelledError:
             if self._error is None:
                 raise

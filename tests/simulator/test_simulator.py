@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from psservice.model.copies import CopyOnWrite
 from psservice.state.pushes import Pushes
 from tests.psservice.durability.memory_disk import Handle, MemoryDisk
 from tests.simulator.simulation import simulate
@@ -35,8 +36,14 @@ def test_every_promise_is_kept_in_every_history(capsys):
         (Handle, "sync", lambda *_: None),
         (MemoryDisk, "sync", lambda *_: None),
         (Pushes, "push", lambda *_: None),
+        (CopyOnWrite, "overwrites", lambda *_: None),
     ],
-    ids=["a journal that is not synced", "a directory that is not synced", "pushes that are not known again"],
+    ids=[
+        "a journal that is not synced",
+        "a directory that is not synced",
+        "pushes that are not known again",
+        "cuts that move on",
+    ],
 )
 def test_a_shard_that_breaks_a_promise_is_found_out(where, call, broken, monkeypatch):
     monkeypatch.setattr(where, call, broken)

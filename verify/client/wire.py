@@ -161,6 +161,10 @@ def _chunks(start: int, offsets: Offsets | None, values: Floats) -> Iterator[pb.
         )
 
 
+TENSOR = "w"
+"""The one tensor of the model."""
+
+
 def join_request(worker: str, incarnation: str, run: str, size: int, shard: int, shards: int) -> pb.JoinRequest:
     """Ask for a lease, with a model of one tensor; readable are ``DENSE`` and ``RAW32`` alone."""
     parts = ("parameter", "w", str(size), "float32")
@@ -169,7 +173,7 @@ def join_request(worker: str, incarnation: str, run: str, size: int, shard: int,
         protocol_version=2,
         method="chaos",
         layout=pb.ModelLayout(
-            parameters=[pb.TensorSpec(name="w", shape=[size], data_type=pb.DATA_TYPE_FLOAT32)],
+            parameters=[pb.TensorSpec(name=TENSOR, shape=[size], data_type=pb.DATA_TYPE_FLOAT32)],
             fingerprint=hashlib.sha256(b"".join(len(p).to_bytes(4, "little") + p.encode() for p in parts)).digest(),
         ),
         shard_index=shard,

@@ -406,6 +406,8 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     """No live worker has this name."""
     REFUSAL_REASON_NO_SUCH_CHECKPOINT: _RefusalReason.ValueType  # 30
     """No checkpoint of that name, or none that covers that version, is kept."""
+    REFUSAL_REASON_NO_SUCH_CUT: _RefusalReason.ValueType  # 31
+    """The values of that cut are no longer kept: ask for the newest one."""
 
 class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper):
     """Why a call was refused; its full name travels as the reason of google.rpc.ErrorInfo."""
@@ -470,6 +472,8 @@ REFUSAL_REASON_NO_SUCH_WORKER: RefusalReason.ValueType  # 29
 """No live worker has this name."""
 REFUSAL_REASON_NO_SUCH_CHECKPOINT: RefusalReason.ValueType  # 30
 """No checkpoint of that name, or none that covers that version, is kept."""
+REFUSAL_REASON_NO_SUCH_CUT: RefusalReason.ValueType  # 31
+"""The values of that cut are no longer kept: ask for the newest one."""
 Global___RefusalReason: _TypeAlias = RefusalReason  # noqa: Y015
 
 class _DrainAction:
@@ -1140,6 +1144,7 @@ class RunNews(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     WORKERS_WITHOUT_SAMPLES_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    CUT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run's id."""
     run_state: Global___RunState.ValueType
@@ -1150,6 +1155,8 @@ class RunNews(_message.Message):
     """Shard 0's newest checkpoint that nobody has named; empty if there is none."""
     generation: _builtins.int
     """The generation of shard 0's model, another one after a restore: an end of this one is over then."""
+    cut: _builtins.int
+    """The cut that every shard is to take part in: of its values now; 0 if there are no readers."""
     @_builtins.property
     def last_worker(self) -> Global___WorkerIdentity:
         """The worker whose push has ended the run; unset if none has."""
@@ -1168,10 +1175,11 @@ class RunNews(_message.Message):
         checkpoint: _builtins.str = ...,
         workers_without_samples: _abc.Iterable[_builtins.str] | None = ...,
         generation: _builtins.int = ...,
+        cut: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_worker", b"last_worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "generation", b"generation", "last_step", b"last_step", "last_worker", b"last_worker", "run_id", b"run_id", "run_state", b"run_state", "workers_without_samples", b"workers_without_samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "cut", b"cut", "generation", b"generation", "last_step", b"last_step", "last_worker", b"last_worker", "run_id", b"run_id", "run_state", b"run_state", "workers_without_samples", b"workers_without_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1187,6 +1195,8 @@ class FollowRunRequest(_message.Message):
     NUM_SHARDS_FIELD_NUMBER: _builtins.int
     KNOWN_FIELD_NUMBER: _builtins.int
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    CUT_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     shard_index: _builtins.int
     """Which shard asks."""
     num_shards: _builtins.int
@@ -1195,6 +1205,12 @@ class FollowRunRequest(_message.Message):
     """The fingerprint of the news that it knows; 0 at first."""
     wait_seconds: _builtins.float
     """How long the answer may wait for news, in seconds."""
+    cut: _builtins.int
+    """The newest cut that this shard has taken part in, as in the news; 0 for none."""
+    @_builtins.property
+    def version(self) -> Global___ShardVersion:
+        """Its version in that cut."""
+
     def __init__(
         self,
         *,
@@ -1202,10 +1218,12 @@ class FollowRunRequest(_message.Message):
         num_shards: _builtins.int = ...,
         known: _builtins.int = ...,
         wait_seconds: _builtins.float = ...,
+        cut: _builtins.int = ...,
+        version: Global___ShardVersion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["known", b"known", "num_shards", b"num_shards", "shard_index", b"shard_index", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "known", b"known", "num_shards", b"num_shards", "shard_index", b"shard_index", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1607,6 +1625,300 @@ class DownloadModelResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___DownloadModelResponse: _TypeAlias = DownloadModelResponse  # noqa: Y015
+
+@_typing.final
+class ShardVersion(_message.Message):
+    """One shard's model at one version."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """Generation of the model."""
+    version: _builtins.int
+    """Version of the shard."""
+    digest: _builtins.bytes
+    """16 bytes: the sum over the shard's elements of a mixture of index and bits; docs/reference/wire-format.md has it."""
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        version: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "generation", b"generation", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShardVersion: _TypeAlias = ShardVersion  # noqa: Y015
+
+@_typing.final
+class Cut(_message.Message):
+    """A version of the whole model: one of each shard, whose values the shards still have for a while."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    BUFFERS_DIGEST_FIELD_NUMBER: _builtins.int
+    AGE_SECONDS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    buffers_digest: _builtins.bytes
+    """BLAKE2b of 16 bytes over the buffers as they are sent; empty if the run has none."""
+    age_seconds: _builtins.float
+    """How long ago it was made, seconds."""
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardVersion]:
+        """Of each shard, in order."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        shards: _abc.Iterable[Global___ShardVersion] | None = ...,
+        buffers_digest: _builtins.bytes = ...,
+        age_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_seconds", b"age_seconds", "buffers_digest", b"buffers_digest", "run_id", b"run_id", "shards", b"shards"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Cut: _TypeAlias = Cut  # noqa: Y015
+
+@_typing.final
+class AwaitCutRequest(_message.Message):
+    """Asks for the newest cut."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    READER_FIELD_NUMBER: _builtins.int
+    KNOWN_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    reader: _builtins.str
+    """The name of the reader, for the server's status; empty for none."""
+    fingerprint: _builtins.bytes
+    """The fingerprint of the layout that the reader knows; empty at first."""
+    wait_seconds: _builtins.float
+    """How long the answer may wait for another cut than the known one, or for a model, seconds."""
+    version: _builtins.int
+    """The version of shard 0 that the reader has whole, for the server's status."""
+    @_builtins.property
+    def known(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardVersion]:
+        """The versions of the cut that the reader knows, shard by shard; empty at first."""
+
+    def __init__(
+        self,
+        *,
+        reader: _builtins.str = ...,
+        known: _abc.Iterable[Global___ShardVersion] | None = ...,
+        fingerprint: _builtins.bytes = ...,
+        wait_seconds: _builtins.float = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "known", b"known", "reader", b"reader", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AwaitCutRequest: _TypeAlias = AwaitCutRequest  # noqa: Y015
+
+@_typing.final
+class AwaitCutResponse(_message.Message):
+    """The newest cut."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CUT_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    NEWEST_VERSION_FIELD_NUMBER: _builtins.int
+    RUN_STATE_FIELD_NUMBER: _builtins.int
+    newest_version: _builtins.int
+    """Version of shard 0 now; the cut's one, or a later one."""
+    run_state: Global___RunState.ValueType
+    """Where the run is."""
+    @_builtins.property
+    def cut(self) -> Global___Cut:
+        """The cut; the known one if the time was over."""
+
+    @_builtins.property
+    def layout(self) -> Global___ModelLayout:
+        """The model's tensors, if the fingerprint was that of others."""
+
+    def __init__(
+        self,
+        *,
+        cut: Global___Cut | None = ...,
+        layout: Global___ModelLayout | None = ...,
+        newest_version: _builtins.int = ...,
+        run_state: Global___RunState.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "layout", b"layout", "newest_version", b"newest_version", "run_state", b"run_state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AwaitCutResponse: _TypeAlias = AwaitCutResponse  # noqa: Y015
+
+@_typing.final
+class HeldPart(_message.Message):
+    """What a reader has of a shard up to an index."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    END_FIELD_NUMBER: _builtins.int
+    HAS_VERSION_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    end: _builtins.int
+    """The index behind it; the part begins where the one before ends."""
+    has_version: _builtins.bool
+    """False if the reader has nothing of it."""
+    version: _builtins.int
+    """Version of its values."""
+    def __init__(
+        self,
+        *,
+        end: _builtins.int = ...,
+        has_version: _builtins.bool = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "has_version", b"has_version", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldPart: _TypeAlias = HeldPart  # noqa: Y015
+
+@_typing.final
+class ReadCutRequest(_message.Message):
+    """Asks for the values of a cut."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    BUFFERS_DIGEST_FIELD_NUMBER: _builtins.int
+    INDEX_CODECS_FIELD_NUMBER: _builtins.int
+    LINK_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    buffers_digest: _builtins.bytes
+    """The digest of the buffers that the reader has; empty for none. Others are sent."""
+    link_bytes_per_second: _builtins.float
+    """As in PullDiffRequest."""
+    @_builtins.property
+    def version(self) -> Global___ShardVersion:
+        """The shard's part of the cut, as AwaitCut has told it."""
+
+    @_builtins.property
+    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldPart]:
+        """What the reader has, over the whole shard, in order: after a transfer that was cut off the parts have different
+        versions; at most 16.
+        """
+
+    @_builtins.property
+    def index_codecs(self) -> _containers.RepeatedScalarFieldContainer[Global___IndexCodec.ValueType]:
+        """Index codecs that the reader can read."""
+
+    def __init__(
+        self,
+        *,
+        version: Global___ShardVersion | None = ...,
+        held: _abc.Iterable[Global___HeldPart] | None = ...,
+        buffers_digest: _builtins.bytes = ...,
+        index_codecs: _abc.Iterable[Global___IndexCodec.ValueType] | None = ...,
+        link_bytes_per_second: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffers_digest", b"buffers_digest", "held", b"held", "index_codecs", b"index_codecs", "link_bytes_per_second", b"link_bytes_per_second", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadCutRequest: _TypeAlias = ReadCutRequest  # noqa: Y015
+
+@_typing.final
+class CutHeader(_message.Message):
+    """First message of a cut's values."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    BUFFER_BYTES_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Version of the values that follow."""
+    buffer_bytes: _builtins.int
+    """Bytes of all buffers that follow; 0 if the reader has them, or the shard has none."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        buffer_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_bytes", b"buffer_bytes", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CutHeader: _TypeAlias = CutHeader  # noqa: Y015
+
+@_typing.final
+class ReadCutResponse(_message.Message):
+    """A cut's values, or a part of them: header, buffers, chunks in ascending order and commit."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    COMMIT_FIELD_NUMBER: _builtins.int
+    SO_FAR_FIELD_NUMBER: _builtins.int
+    BUFFERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def header(self) -> Global___CutHeader:
+        """In the first message."""
+
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Chunk]:
+        """Values to write over the reader's; exact, in the parameters' data types."""
+
+    @_builtins.property
+    def commit(self) -> Global___Commit:
+        """In the last message."""
+
+    @_builtins.property
+    def so_far(self) -> Global___Commit:
+        """As in PullDiffResponse."""
+
+    @_builtins.property
+    def buffers(self) -> Global___BytesChunk:
+        """All buffers in their own data types, end to end in layout order."""
+
+    def __init__(
+        self,
+        *,
+        header: Global___CutHeader | None = ...,
+        chunks: _abc.Iterable[Global___Chunk] | None = ...,
+        commit: Global___Commit | None = ...,
+        so_far: Global___Commit | None = ...,
+        buffers: Global___BytesChunk | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["buffers", b"buffers", "commit", b"commit", "header", b"header", "so_far", b"so_far"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffers", b"buffers", "chunks", b"chunks", "commit", b"commit", "header", b"header", "so_far", b"so_far"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadCutResponse: _TypeAlias = ReadCutResponse  # noqa: Y015
 
 @_typing.final
 class Group(_message.Message):
@@ -2450,6 +2762,8 @@ class GetStatusResponse(_message.Message):
     PORTS_IN_A_ROW_FIELD_NUMBER: _builtins.int
     ORIGINS_FIELD_NUMBER: _builtins.int
     KNOWN_SHARDS_FIELD_NUMBER: _builtins.int
+    CUT_VERSION_FIELD_NUMBER: _builtins.int
+    READERS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     run_state: Global___RunState.ValueType
@@ -2516,6 +2830,8 @@ class GetStatusResponse(_message.Message):
     """Staleness from which a push is refused; 0 for no such bound."""
     ports_in_a_row: _builtins.bool
     """Whether shard i is at this shard's host too, at its port minus shard_index plus i: one address names all shards."""
+    cut_version: _builtins.int
+    """On shard 0: version of this shard in the newest cut for readers; 0 if there is none."""
     @_builtins.property
     def settings(self) -> Global___RunSettings:
         """Its settings."""
@@ -2535,6 +2851,10 @@ class GetStatusResponse(_message.Message):
     @_builtins.property
     def known_shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardHistory]:
         """What this shard knows of the others."""
+
+    @_builtins.property
+    def readers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReaderStatus]:
+        """On shard 0: readers that have asked for a cut within the last minutes, at most 1,000, those that are behind first."""
 
     def __init__(
         self,
@@ -2577,14 +2897,46 @@ class GetStatusResponse(_message.Message):
         ports_in_a_row: _builtins.bool = ...,
         origins: _abc.Iterable[Global___ShardOrigin] | None = ...,
         known_shards: _abc.Iterable[Global___ShardHistory] | None = ...,
+        cut_version: _builtins.int = ...,
+        readers: _abc.Iterable[Global___ReaderStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_bytes", b"buffer_bytes", "calls_inside", b"calls_inside", "dense_pull_bytes", b"dense_pull_bytes", "dense_push_bytes", b"dense_push_bytes", "device", b"device", "draining", b"draining", "durability", b"durability", "durable", b"durable", "evicted", b"evicted", "generation", b"generation", "journal_bytes", b"journal_bytes", "known_shards", b"known_shards", "length", b"length", "max_staleness", b"max_staleness", "method", b"method", "num_shards", b"num_shards", "origins", b"origins", "parameters", b"parameters", "ports_in_a_row", b"ports_in_a_row", "pull_bytes", b"pull_bytes", "pulls", b"pulls", "push_bytes", b"push_bytes", "pushes", b"pushes", "queue_limit", b"queue_limit", "queued", b"queued", "run_id", b"run_id", "run_state", b"run_state", "samples", b"samples", "server_version", b"server_version", "settings", b"settings", "shard_index", b"shard_index", "snapshot_age_seconds", b"snapshot_age_seconds", "snapshot_checkpoint", b"snapshot_checkpoint", "snapshot_version", b"snapshot_version", "start", b"start", "uptime_seconds", b"uptime_seconds", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_bytes", b"buffer_bytes", "calls_inside", b"calls_inside", "cut_version", b"cut_version", "dense_pull_bytes", b"dense_pull_bytes", "dense_push_bytes", b"dense_push_bytes", "device", b"device", "draining", b"draining", "durability", b"durability", "durable", b"durable", "evicted", b"evicted", "generation", b"generation", "journal_bytes", b"journal_bytes", "known_shards", b"known_shards", "length", b"length", "max_staleness", b"max_staleness", "method", b"method", "num_shards", b"num_shards", "origins", b"origins", "parameters", b"parameters", "ports_in_a_row", b"ports_in_a_row", "pull_bytes", b"pull_bytes", "pulls", b"pulls", "push_bytes", b"push_bytes", "pushes", b"pushes", "queue_limit", b"queue_limit", "queued", b"queued", "readers", b"readers", "run_id", b"run_id", "run_state", b"run_state", "samples", b"samples", "server_version", b"server_version", "settings", b"settings", "shard_index", b"shard_index", "snapshot_age_seconds", b"snapshot_age_seconds", "snapshot_checkpoint", b"snapshot_checkpoint", "snapshot_version", b"snapshot_version", "start", b"start", "uptime_seconds", b"uptime_seconds", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class ReaderStatus(_message.Message):
+    """A reader that follows the model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    READER_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    BEHIND_SECONDS_FIELD_NUMBER: _builtins.int
+    reader: _builtins.str
+    """Name."""
+    version: _builtins.int
+    """Version of shard 0 that it has whole."""
+    behind_seconds: _builtins.float
+    """How long it has lacked a newer cut, seconds; 0 if it has the newest."""
+    def __init__(
+        self,
+        *,
+        reader: _builtins.str = ...,
+        version: _builtins.int = ...,
+        behind_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["behind_seconds", b"behind_seconds", "reader", b"reader", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReaderStatus: _TypeAlias = ReaderStatus  # noqa: Y015
 
 @_typing.final
 class FinishRunRequest(_message.Message):

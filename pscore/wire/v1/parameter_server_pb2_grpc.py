@@ -65,6 +65,16 @@ class ParameterServerServiceStub(object):
                 request_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.DownloadModelRequest.SerializeToString,
                 response_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.DownloadModelResponse.FromString,
                 _registered_method=True)
+        self.AwaitCut = channel.unary_unary(
+                '/sparseps.v1.ParameterServerService/AwaitCut',
+                request_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.AwaitCutRequest.SerializeToString,
+                response_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.AwaitCutResponse.FromString,
+                _registered_method=True)
+        self.ReadCut = channel.unary_stream(
+                '/sparseps.v1.ParameterServerService/ReadCut',
+                request_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.ReadCutRequest.SerializeToString,
+                response_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.ReadCutResponse.FromString,
+                _registered_method=True)
         self.PushSparse = channel.stream_stream(
                 '/sparseps.v1.ParameterServerService/PushSparse',
                 request_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.PushSparseRequest.SerializeToString,
@@ -174,6 +184,20 @@ class ParameterServerServiceServicer(object):
 
     def DownloadModel(self, request, context):
         """Returns layout, values and buffers. Needs no lease: evaluation and export use it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AwaitCut(self, request, context):
+        """To shard 0: names the newest cut, a version of every shard, once that is another than the caller knows. Needs no lease.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadCut(self, request, context):
+        """Returns what a reader lacks of a cut's values in this shard. Needs no lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -305,6 +329,16 @@ def add_ParameterServerServiceServicer_to_server(servicer, server):
                     servicer.DownloadModel,
                     request_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.DownloadModelRequest.FromString,
                     response_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.DownloadModelResponse.SerializeToString,
+            ),
+            'AwaitCut': grpc.unary_unary_rpc_method_handler(
+                    servicer.AwaitCut,
+                    request_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.AwaitCutRequest.FromString,
+                    response_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.AwaitCutResponse.SerializeToString,
+            ),
+            'ReadCut': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadCut,
+                    request_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.ReadCutRequest.FromString,
+                    response_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.ReadCutResponse.SerializeToString,
             ),
             'PushSparse': grpc.stream_stream_rpc_method_handler(
                     servicer.PushSparse,
@@ -535,6 +569,60 @@ class ParameterServerService(object):
             '/sparseps.v1.ParameterServerService/DownloadModel',
             pscore_dot_wire_dot_v1_dot_parameter__server__pb2.DownloadModelRequest.SerializeToString,
             pscore_dot_wire_dot_v1_dot_parameter__server__pb2.DownloadModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AwaitCut(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sparseps.v1.ParameterServerService/AwaitCut',
+            pscore_dot_wire_dot_v1_dot_parameter__server__pb2.AwaitCutRequest.SerializeToString,
+            pscore_dot_wire_dot_v1_dot_parameter__server__pb2.AwaitCutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadCut(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/sparseps.v1.ParameterServerService/ReadCut',
+            pscore_dot_wire_dot_v1_dot_parameter__server__pb2.ReadCutRequest.SerializeToString,
+            pscore_dot_wire_dot_v1_dot_parameter__server__pb2.ReadCutResponse.FromString,
             options,
             channel_credentials,
             insecure,

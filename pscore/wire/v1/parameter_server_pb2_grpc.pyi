@@ -54,6 +54,10 @@ class ParameterServerServiceStub:
     """
     DownloadModel: _grpc.UnaryStreamMultiCallable[_parameter_server_pb2.DownloadModelRequest, _parameter_server_pb2.DownloadModelResponse]
     """Returns layout, values and buffers. Needs no lease: evaluation and export use it."""
+    AwaitCut: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.AwaitCutRequest, _parameter_server_pb2.AwaitCutResponse]
+    """To shard 0: names the newest cut, a version of every shard, once that is another than the caller knows. Needs no lease."""
+    ReadCut: _grpc.UnaryStreamMultiCallable[_parameter_server_pb2.ReadCutRequest, _parameter_server_pb2.ReadCutResponse]
+    """Returns what a reader lacks of a cut's values in this shard. Needs no lease."""
     PushSparse: _grpc.StreamStreamMultiCallable[_parameter_server_pb2.PushSparseRequest, _parameter_server_pb2.PushSparseResponse]
     """Pushes sparse updates, one after another on a stream that stays open; each is applied atomically at its commit, once
     per identity, and answered before the next one is read. A refusal ends the stream.
@@ -106,6 +110,10 @@ class ParameterServerServiceAsyncStub(ParameterServerServiceStub):
     """
     DownloadModel: _aio.UnaryStreamMultiCallable[_parameter_server_pb2.DownloadModelRequest, _parameter_server_pb2.DownloadModelResponse]  # type: ignore[assignment]
     """Returns layout, values and buffers. Needs no lease: evaluation and export use it."""
+    AwaitCut: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.AwaitCutRequest, _parameter_server_pb2.AwaitCutResponse]  # type: ignore[assignment]
+    """To shard 0: names the newest cut, a version of every shard, once that is another than the caller knows. Needs no lease."""
+    ReadCut: _aio.UnaryStreamMultiCallable[_parameter_server_pb2.ReadCutRequest, _parameter_server_pb2.ReadCutResponse]  # type: ignore[assignment]
+    """Returns what a reader lacks of a cut's values in this shard. Needs no lease."""
     PushSparse: _aio.StreamStreamMultiCallable[_parameter_server_pb2.PushSparseRequest, _parameter_server_pb2.PushSparseResponse]  # type: ignore[assignment]
     """Pushes sparse updates, one after another on a stream that stays open; each is applied atomically at its commit, once
     per identity, and answered before the next one is read. A refusal ends the stream.
@@ -191,6 +199,22 @@ class ParameterServerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_parameter_server_pb2.DownloadModelResponse], _abc.AsyncIterator[_parameter_server_pb2.DownloadModelResponse]]:
         """Returns layout, values and buffers. Needs no lease: evaluation and export use it."""
+
+    @_abc_1.abstractmethod
+    def AwaitCut(
+        self,
+        request: _parameter_server_pb2.AwaitCutRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_parameter_server_pb2.AwaitCutResponse, _abc.Awaitable[_parameter_server_pb2.AwaitCutResponse]]:
+        """To shard 0: names the newest cut, a version of every shard, once that is another than the caller knows. Needs no lease."""
+
+    @_abc_1.abstractmethod
+    def ReadCut(
+        self,
+        request: _parameter_server_pb2.ReadCutRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_parameter_server_pb2.ReadCutResponse], _abc.AsyncIterator[_parameter_server_pb2.ReadCutResponse]]:
+        """Returns what a reader lacks of a cut's values in this shard. Needs no lease."""
 
     @_abc_1.abstractmethod
     def PushSparse(

@@ -1,0 +1,91 @@
+"""Cuts: the versions of the whole model that readers get."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from pscore.model.digest import DIGEST_BYTES, total
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
+
+
+class ShardVersion(NamedTuple):
+    """One shard's part of a cut: its generation and version, and the 16-byte digest of its values."""
+
+    generation: int
+    version: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A version of the whole model. Cuts are equal if their values and buffers are.
+
+    Attributes:
+        run_id: of the run.
+        shards: the version of each shard, in order.
+        buffers_digest: of the buffers; empty if there are none.
+        made: when the server made it, by ``time.monotonic()`` of this process; it may be later by the line's delay.
+    """
+
+    run_id: str
+    shards: tuple[ShardVersion, ...]
+    buffers_digest: bytes = b""
+    made: float = field(default=0.0, compare=False)
+
+    @property
+    def version(self) -> int:
+        """The version of shard 0: how many updates it has applied, as workers count."""
+        return self.shards[0].version
+
+    @property
+    def digest(self) -> str:
+        """The digest of all parameters, 32 hexadecimal digits: the same for the same values, however many shards."""
+        return total([shard.digest for shard in self.shards]).hex()
+
+    @property
+    def weight_version(self) -> str:
+        """A name of these values: run, generation of shard 0, and the sum of the shards' versions."""
+        first = self.shards[0]
+        return f"{self.run_id}/{first.generation:x}/{sum(shard.version for shard in self.shards)}"
+
+    def is_older_than(self, other: "Cut") -> bool:
+        """Tell whether a shard has a lower version here: the run has been taken back, or has lost something."""
+        pairs = zip(self.shards, other.shards, strict=False)
+        return any(mine.version < theirs.version for mine, theirs in pairs)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the cut for JSON."""
+        return {
+            "run_id": self.run_id,
+            "shards": [[f"{each.generation:x}", each.version, each.digest.hex()] for each in self.shards],
+            "buffers_digest": self.buffers_digest.hex(),
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Any) -> "Cut":
+        """Read what :meth:`to_plain` has returned; raises ``ValueError``, ``KeyError`` or ``TypeError``."""
+        shards = [ShardVersion(int(each[0], 16), int(each[1]), bytes.fromhex(each[2])) for each in plain["shards"]]
+        if not shards or any(len(each.digest) != DIGEST_BYTES for each in shards):
+            raise ValueError("a cut has shards, each with a digest")
+        return cls(str(plain["run_id"]), tuple(shards), bytes.fromhex(plain["buffers_digest"]))
+
+    @classmethod
+    def from_message(cls, message: pb.Cut) -> "Cut":
+        """Read a server's cut; raises :class:`Rejected` if that is none."""
+        shards = tuple(ShardVersion(each.generation, each.version, each.digest) for each in message.shards)
+        if not shards or any(len(each.digest) != DIGEST_BYTES for each in shards):
+            raise Rejected(ErrorCode.BAD_REQUEST, "a cut without shards, or without the digest of one")
+        return cls(message.run_id, shards, message.buffers_digest, time.monotonic() - message.age_seconds)
+
+
+class Lag(NamedTuple):
+    """How far a follower is behind.
+
+    Attributes:
+        versions: of shard 0 that it lacks, as far as is known.
+        seconds: since its model was last known to be the newest.
+    """
+
+    versions: int
+    seconds: float

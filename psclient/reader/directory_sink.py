@@ -1,0 +1,287 @@
+"""A directory of safetensors files that follows: whoever opens its index reads one whole version.
+
+``model.safetensors.index.json`` names the files, as checkpoints of several files have it, and is replaced by a rename
+once they are on the disk. No file changes under its name: a new version is a copy with the changed values written into
+it, under another name. The files of the version before stay, for whoever reads them.
+"""
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from psclient.errors import ConfigurationError
+from psclient.reader.cut import Cut
+from psclient.reader.sink import Sink, StagedCut
+from pscore.model import modelfile
+from pscore.model.digest import ModelDigest, total, words_of
+from pscore.model.layout import ModelLayout, Span, TensorSpec
+from pscore.model.sparse_slice import SparseSlice
+
+INDEX = "model.safetensors.index.json"
+_LOCK = ".follow.lock"
+_OURS = re.compile(r"\.?model-v\d+-[0-9a-f]{6}-(\d{5}-of-\d{5}|buffers)\.safetensors(\.tmp)?")
+_KEY = "sparseps"  # of the index's metadata
+_LARGEST_BYTES = 2 << 30  # of a file, unless one tensor is larger
+_BLOCK = 1 << 22  # elements that are read at a time
+_WORDS: Mapping[torch.dtype, Any] = {torch.float32: np.uint32, torch.float16: np.uint16, torch.bfloat16: np.uint16}
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """The files of one version: those of parameters, in layout order, and that of the buffers; empty for none."""
+
+    names: tuple[str, ...]
+    buffers: str = ""
+
+    def all(self) -> set[str]:
+        return {*self.names, self.buffers} - {""}
+
+
+class DirectorySink(Sink):
+    """Holds a cut in a directory, which is made if it is missing.
+
+    Raises:
+        ConfigurationError: the directory has a model of another program, or another follower writes to it.
+        OSError: the directory cannot be written.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = self._locked()
+        self._layout: ModelLayout | None = None
+        self._groups: list[range] = []  # of positions of parameters, one a file
+        self._held: Cut | None = None
+        self._files = _Files(())
+        self._staged: tuple[Cut, _Files] | None = None
+        self._before: set[str] = set()  # files of the version before
+
+    def open(self, layout: ModelLayout) -> Cut | None:
+        """Return the cut that the index names, if its files are whole."""
+        if self._layout is None or layout.fingerprint != self._layout.fingerprint:
+            self._layout, self._groups = layout, _grouped(layout)
+            self._held, self._files = self._found(layout)
+            self._remove_others()
+        return self._held
+
+    def read(self, entries: SparseSlice) -> SparseSlice:
+        """Return the values in the files at the places of these entries."""
+        values = torch.empty(entries.entries, dtype=torch.float32, device="cpu")
+        for name, group in zip(self._files.names, self._groups, strict=True):
+            for spec, words, first, last, where in self._parts(self.path / name, group, entries, "r"):
+                values[first:last] = torch.from_numpy(np.array(words[where])).view(spec.dtype).float()
+        return SparseSlice(entries.span, entries.offsets, values)
+
+    def stage(self, staged: StagedCut) -> None:
+        """Write the files of the new version, under new names."""
+        layout = self._layout
+        assert layout is not None
+        number, count = f"v{staged.cut.version:012d}-{secrets.token_hex(3)}", len(self._groups)
+        names = [*self._files.names] if not staged.is_whole else [""] * count
+        buffers = self._files.buffers
+        for index, group in enumerate(self._groups):
+            span = Span(layout.offsets[group.start], layout.offsets[group.stop])
+            changes = [part for change in staged.changes if (part := change.clip(span)) is not None]
+            if not changes and names[index]:
+                continue
+            new = f"model-{number}-{index + 1:05d}-of-{count:05d}.safetensors"
+            temporary = self.path / f".{new}.tmp"
+            if names[index]:
+                shutil.copyfile(self.path / names[index], temporary)
+                for change in changes:
+                    self._write(temporary, group, change)
+            else:
+                tensors = {layout.parameters[position].name: _zeros(layout.parameters[position]) for position in group}
+                for change in changes:
+                    for position, common in layout.overlapping(change.span):
+                        _fill(tensors[layout.parameters[position].name], layout.span(position), change.clip(common))
+                modelfile.save(temporary, tensors, {"format": "pt"})
+            modelfile.sync(temporary)
+            os.replace(temporary, self.path / new)
+            names[index] = new
+        if staged.buffers is not None:
+            buffers = f"model-{number}-buffers.safetensors"
+            tensors = {spec.name: value for spec, value in zip(layout.buffers, staged.buffers, strict=True)}
+            modelfile.save(self.path / f".{buffers}.tmp", tensors, {"format": "pt"})
+            modelfile.sync(self.path / f".{buffers}.tmp")
+            os.replace(self.path / f".{buffers}.tmp", self.path / buffers)
+        files = _Files(tuple(names), buffers)
+        temporary = self.path / f".{INDEX}.tmp"
+        temporary.write_text(json.dumps(self._index(staged.cut, files), indent=1), encoding="utf-8")
+        modelfile.sync(temporary)
+        modelfile.sync_folder(self.path)
+        self._staged = staged.cut, files
+
+    def commit(self) -> None:
+        """Rename the index."""
+        assert self._staged is not None
+        os.replace(self.path / f".{INDEX}.tmp", self.path / INDEX)
+        modelfile.sync_folder(self.path)
+        self._before = self._files.all()
+        self._held, self._files = self._staged
+        self._staged = None
+        self._remove_others()
+
+    def abort(self) -> None:
+        """Remove what was written for the new version."""
+        self._staged = None
+        (self.path / f".{INDEX}.tmp").unlink(missing_ok=True)
+        self._remove_others()
+
+    def close(self) -> None:
+        """Let another follower write to the directory."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _locked(self) -> int:
+        lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise ConfigurationError(
+                f"another follower writes to {self.path}: give each a directory of its own"
+            ) from None
+        return lock
+
+    def _found(self, layout: ModelLayout) -> tuple[Cut | None, _Files]:
+        """Return the cut in the directory and its files; no cut if it is of another model, or damaged."""
+        nothing = None, _Files(())
+        try:
+            index = json.loads((self.path / INDEX).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            if (self.path / "model.safetensors").exists():
+                raise ConfigurationError(
+                    f"{self.path} holds a model.safetensors of another program: name another"
+                ) from None
+            return nothing
+        except ValueError:
+            index = None
+        found = index.get("metadata", {}).get(_KEY) if isinstance(index, dict) else None
+        if not isinstance(found, dict):
+            raise ConfigurationError(f"{self.path / INDEX} is of another program: name another directory")
+        try:
+            cut = Cut.from_plain(found)
+            files = _Files(tuple(map(str, found["files"])), str(found["buffers"]))
+            is_like = found["fingerprint"] == layout.fingerprint.hex() and len(files.names) == len(self._groups)
+            if not is_like or not all(_OURS.fullmatch(name) for name in files.all()):
+                return nothing
+            is_whole = self._digest(layout, files, len(cut.shards)) == [shard.digest for shard in cut.shards]
+        except (OSError, ValueError, KeyError, TypeError, IndexError):
+            return nothing
+        return (cut, files) if is_whole else nothing
+
+    def _digest(self, layout: ModelLayout, files: _Files, shards: int) -> list[bytes]:
+        before, self._files = self._files, files
+        try:
+            digests = []
+            for span in layout.shard_spans(shards):
+                digest = ModelDigest(layout)
+                for start in range(span.start, span.end, _BLOCK):
+                    part = Span(start, min(span.end, start + _BLOCK))
+                    digest.add(self.read(SparseSlice(part, None, torch.empty(part.length, device="cpu"))))
+                digests.append(digest.value)
+            return digests
+        finally:
+            self._files = before
+
+    def _index(self, cut: Cut, files: _Files) -> dict[str, Any]:
+        layout = self._layout
+        assert layout is not None
+        specs = [
+            (layout.parameters[n], name) for name, group in zip(files.names, self._groups, strict=True) for n in group
+        ]
+        specs += [(spec, files.buffers) for spec in layout.buffers if files.buffers]
+        about = {
+            "version": cut.version,
+            "weight_version": cut.weight_version,
+            "digest": total([shard.digest for shard in cut.shards]).hex(),
+            **cut.to_plain(),
+            "fingerprint": layout.fingerprint.hex(),
+            "files": files.names,
+            "buffers": files.buffers,
+            "aliases": {alias: spec.name for spec in layout.parameters for alias in spec.aliases},
+        }
+        size = sum(spec.nbytes for spec, _ in specs)
+        return {"metadata": {"total_size": size, _KEY: about}, "weight_map": {spec.name: name for spec, name in specs}}
+
+    def _write(self, path: Path, group: range, change: SparseSlice) -> None:
+        for spec, words, first, last, where in self._parts(path, group, change, "r+"):
+            words[where] = words_of(change.values[first:last].to(spec.dtype)).astype(words.dtype)
+            words.flush()
+
+    def _parts(
+        self, path: Path, group: range, entries: SparseSlice, mode: Any
+    ) -> Iterator[tuple[TensorSpec, "np.memmap[Any, Any]", int, int, slice | NDArray[np.int64]]]:
+        """Yield each tensor of a file that entries lie in: its words, which entries, and where in the tensor."""
+        layout = self._layout
+        assert layout is not None
+        common = entries.span.intersect(Span(layout.offsets[group.start], layout.offsets[group.stop]))
+        if not common.length:
+            return
+        base, places = entries.span.start, layout.positions(common)
+        edges = np.array(layout.offsets[places.start : places.stop + 1])
+        cuts = edges.clip(common.start, common.end) - base
+        offsets = None if entries.offsets is None else entries.offsets.numpy()
+        bounds = cuts if offsets is None else np.searchsorted(offsets, cuts)
+        header, data = _header(path)
+        for number in np.flatnonzero(np.diff(bounds)):
+            spec, edge = layout.parameters[places.start + int(number)], int(edges[number])
+            first, last = int(bounds[number]), int(bounds[number + 1])
+            begin, end = header[spec.name]["data_offsets"]
+            if end - begin != spec.nbytes:
+                raise ValueError(f"{path.name} has another {spec.name}")
+            words = np.memmap(path, _WORDS[spec.dtype], mode, data + begin, (spec.numel,))
+            where: Any = slice(first + base - edge, last + base - edge)
+            if offsets is not None:
+                where = offsets[first:last] + (base - edge)
+            yield spec, words, first, last, where
+
+    def _remove_others(self) -> None:
+        """Remove what no version needs: that before stays, for whoever reads it."""
+        kept = self._files.all() | self._before
+        for found in self.path.iterdir():
+            if _OURS.fullmatch(found.name) and found.name not in kept:
+                found.unlink(missing_ok=True)
+
+
+def _grouped(layout: ModelLayout) -> list[range]:
+    """Return the positions of the parameters of each file."""
+    groups, start, size = [], 0, 0
+    for position, spec in enumerate(layout.parameters):
+        if size and size + spec.nbytes > _LARGEST_BYTES:
+            groups.append(range(start, position))
+            start, size = position, 0
+        size += spec.nbytes
+    return [*groups, range(start, len(layout.parameters))]
+
+
+def _zeros(spec: TensorSpec) -> torch.Tensor:
+    return torch.zeros(spec.shape, dtype=spec.dtype, device="cpu")
+
+
+def _fill(tensor: torch.Tensor, span: Span, change: SparseSlice | None) -> None:
+    if change is None:
+        return
+    first = change.span.start - span.start
+    where = slice(first, first + change.span.length) if change.offsets is None else change.offsets + first
+    tensor.view(-1)[where] = change.values.to(tensor.dtype)
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return the header of a safetensors file, and where its data begin."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        return json.loads(file.read(size)), 8 + size

@@ -1,0 +1,474 @@
+"""A follower: keeps one whole version of the model up to date, from a thread of its own."""
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from psclient import settings as client_settings
+from psclient.errors import (
+    ConfigurationError,
+    FollowerNotReadyError,
+    RolledBackError,
+    ServerFaultError,
+    SparsepsError,
+    from_refusal,
+)
+from psclient.executor import SerialExecutor, is_cancelled
+from psclient.reader.cut import Cut, Lag
+from psclient.reader.holds import Holds
+from psclient.reader.module_sink import ModuleSink, Rename
+from psclient.reader.patch_sink import PatchReceiver, PatchSink
+from psclient.reader.shard_reader import FetchedShard, ShardReader
+from psclient.reader.sink import Sink, StagedCut
+from psclient.rpc.channel import Connection, RetryPolicy, pause
+from psclient.rpc.resolver import connect
+from psclient.rpc.shard_stream import WAIT_SHARE
+from psclient.settings import ClientSettings, Server
+from pscore.model.buffers import unpack
+from pscore.model.digest import ModelDigest
+from pscore.model.layout import ModelLayout
+from pscore.model.sparse_slice import SparseSlice
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.messages import layout_from_message
+from pscore.wire.v1 import parameter_server_pb2 as pb
+
+log = logging.getLogger("psclient")
+
+_ATTEMPT_SECONDS = 10.0  # for a lost server, before everything is looked up anew
+_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
+_CLOSING_SECONDS = 5.0
+_FIRST_WAIT_SECONDS = 1.0  # for a model, before the server's word that there is none is passed on
+_GONE = (ErrorCode.NO_SUCH_CUT, ErrorCode.STALE_GENERATION, ErrorCode.NOT_INITIALISED)
+"""Refusals after which the newest cut is asked for again."""
+
+
+class Follower:
+    """Follows a run from now on until :meth:`close`, in a thread of its own; a context manager.
+
+    Each cut is fetched, checked by its digest, staged, and then written in one go, so that the sink holds one version
+    of the whole model at any time. A follower that is slower than the run skips versions. If the server is away, or
+    the line is cut, the follower keeps what it has and goes on by itself.
+
+    Args:
+        server: the address of each shard, as for an optimizer.
+        sink: where the model goes: a :class:`Sink`, or what takes patches of tensors (:class:`PatchReceiver`).
+        settings: how the connection is secured; the default comes from the environment.
+        name: this reader's name in the server's status; the default is made of host and process.
+        allow_older: whether to follow a run that has been taken back to an older version, too.
+        on_cut: called after each commit, in the follower's thread, with the cut; an error in it is logged.
+
+    Raises:
+        ConfigurationError: no server is named, or a setting cannot be used.
+    """
+
+    def __init__(
+        self,
+        server: Server | None,
+        sink: Sink | PatchReceiver,
+        settings: ClientSettings | None = None,
+        *,
+        name: str = "",
+        allow_older: bool = False,
+        on_cut: Callable[[Cut], object] = lambda cut: None,
+    ) -> None:
+        self._settings = client_settings.resolve(settings, server, None)
+        client_settings.require_server(self._settings)
+        self._sink = sink if isinstance(sink, Sink) else PatchSink(sink)
+        self._allow_older, self._on_cut = allow_older, on_cut
+        self._name = name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._holds, self._changed = Holds(), threading.Condition()
+        self._cut: Cut | None = None
+        self._known: Cut | None = None  # the newest that was heard of
+        self._newest_version = 0
+        self._current = time.monotonic()  # when the model here was last known to be the newest
+        self._is_waiting = False  # for a cut newer than the one here
+        self._has_finished = False
+        self._error: BaseException | None = None
+        self._is_over = False
+        self._layout: ModelLayout | None = None
+        self._connections: list[Connection] = []
+        self._readers: list[ShardReader] = []
+        self._threads: list[SerialExecutor] = []
+        self.fetched_bytes = 0
+        self._thread = SerialExecutor("psclient-follow")
+        self._job = self._thread.submit(self._run)
+
+    # What is held
+
+    @property
+    def cut(self) -> Cut | None:
+        """The cut that the sink holds; ``None`` before the first one, or if it may hold a mixture."""
+        return self._cut
+
+    @property
+    def ready(self) -> bool:
+        """Whether the sink holds a whole model."""
+        return self._cut is not None
+
+    @property
+    def version(self) -> int:
+        """The version of the model that is held, as workers count; raises :class:`FollowerNotReadyError` without."""
+        return self._held().version
+
+    @property
+    def digest(self) -> str:
+        """The digest of the model that is held; raises :class:`FollowerNotReadyError` without one."""
+        return self._held().digest
+
+    @property
+    def lag(self) -> Lag:
+        """How far the model that is held is behind, as far as is known here."""
+        cut, now = self._cut, time.monotonic()
+        versions = max(0, self._newest_version - (cut.version if cut is not None else 0))
+        return Lag(versions, 0.0 if self._is_waiting else now - self._current)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over and its last version is held."""
+        return self._has_finished and self._cut is not None and self._cut == self._known
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the follower has ended: it was closed, or met an error that no other attempt would mend."""
+        return self._is_over
+
+    @property
+    def error(self) -> BaseException | None:
+        """What keeps the follower from going on, or did last; ``None`` while all is well."""
+        return self._error
+
+    def _held(self) -> Cut:
+        if self._cut is None:
+            raise self._not_ready("there is no whole model here yet")
+        return self._cut
+
+    # Waiting and holding
+
+    def wait_for(self, version: int, seconds: float | None = None) -> Cut:
+        """Wait until a version, or a later one, is held, and return its cut.
+
+        Raises:
+            FollowerNotReadyError: after ``seconds``, or if the follower has ended, or the run has at a lower version.
+        """
+
+        def is_there() -> bool:
+            return self._cut is not None and self._cut.version >= version
+
+        with self._changed:
+            self._changed.wait_for(lambda: is_there() or self._is_over or self.finished, seconds)
+            if is_there():
+                assert self._cut is not None
+                return self._cut
+        raise self._not_ready(f"version {version} is not here")
+
+    @contextmanager
+    def hold(self, seconds: float | None = None) -> Iterator[Cut]:
+        """Keep the model as it is during the body, and give its cut: ``with follower.hold(): module(x)``.
+
+        Waits for the first cut. Newer ones are staged meanwhile, and committed afterwards. Raises as :meth:`wait_for`.
+        """
+        with self.at_least(0, seconds) as cut:
+            yield cut
+
+    @contextmanager
+    def at_least(self, version: int, seconds: float | None = None) -> Iterator[Cut]:
+        """As :meth:`hold`, with this version or a later one."""
+        end = None if seconds is None else time.monotonic() + seconds
+        while True:
+            self.wait_for(version, None if end is None else max(0.0, end - time.monotonic()))
+            with self._holds.together():
+                cut = self._cut
+                if cut is not None and cut.version >= version:  # else another one came in between
+                    yield cut
+                    return
+
+    def _not_ready(self, what: str) -> FollowerNotReadyError:
+        held = f"; version {self._cut.version} is" if self._cut is not None else ""
+        if self._error is not None:
+            why = f": {self._error}"
+        elif self._is_over:
+            why = ": the follower is closed"
+        elif self.finished:
+            why = ": the run is over"
+        else:
+            why = f"; the server has version {self._newest_version}" if self._newest_version else ": no answer yet"
+        return FollowerNotReadyError(f"{what}{held}{why}")
+
+    # The thread
+
+    def _run(self) -> None:
+        delay = _SHORTEST_PAUSE_SECONDS
+        while not is_cancelled():
+            try:
+                self._step()
+                self._error, delay = None, _SHORTEST_PAUSE_SECONDS
+                continue
+            except ConfigurationError as error:
+                self._end(error)
+                return
+            except (SparsepsError, Rejected, OSError) as error:
+                if not is_cancelled():
+                    self._note(error)
+            except Exception as error:
+                log.exception("following has failed; it is tried again")
+                self._note(error)
+            self._is_waiting = False
+            self._disconnect()
+            pause(delay)
+            delay = min(2 * delay, _LONGEST_PAUSE_SECONDS)
+        self._end(None)
+
+    def _note(self, error: BaseException) -> None:
+        if str(error) != str(self._error):
+            held = f"version {self._cut.version} stays" if self._cut is not None else "there is no model yet"
+            log.warning("not following now (%s): %s", held, error)
+        self._error = error
+        with self._changed:
+            self._changed.notify_all()
+
+    def _end(self, error: BaseException | None) -> None:
+        self._disconnect()
+        self._is_waiting = False
+        with self._changed:
+            self._error, self._is_over = error or self._error, True
+            self._changed.notify_all()
+        if error is not None:
+            log.error("following has ended: %s", error)
+
+    def _step(self) -> None:
+        """Wait for a cut, and go there."""
+        if not self._connections:
+            settings = self._settings
+            hint = "The follower goes on trying"
+            self._connections = connect(settings.server, settings.security, _ATTEMPT_SECONDS, hint)
+            if len(self._readers) != len(self._connections):
+                self._readers = []
+            for reader, connection in zip(self._readers, self._connections, strict=False):
+                reader.connection = connection  # what it has of an unfinished transfer stays
+        answer = self._await_cut()
+        if isinstance(answer, Rejected):
+            raise from_refusal(answer)
+        if answer.HasField("layout"):
+            self._layout = layout_from_message(answer.layout)
+            self._readers = []
+        layout = self._layout
+        if layout is None:
+            raise ServerFaultError("the server names a cut, and not the model's tensors")
+        cut = Cut.from_message(answer.cut)
+        if len(cut.shards) != len(self._connections):
+            raise ConfigurationError(
+                f"the model has {len(cut.shards)} shards, and {len(self._connections)} addresses are given: name each "
+                "shard once, in order"
+            )
+        if not self._readers:
+            self._cut = self._sink.open(layout)
+            spans = layout.shard_spans(len(cut.shards))
+            each = enumerate(zip(self._connections, spans, strict=True))
+            self._readers = [ShardReader(connection, i, layout, span) for i, (connection, span) in each]
+        self._newest_version = answer.newest_version
+        self._known = cut
+        if cut != self._cut:
+            self._require_newer(cut)
+            self._go_to(cut, layout)
+        with self._changed:
+            self._has_finished = answer.run_state == pb.RUN_STATE_FINISHED and answer.newest_version == cut.version
+            self._current = time.monotonic()
+            self._changed.notify_all()
+
+    def _await_cut(self) -> pb.AwaitCutResponse | Rejected:
+        connection, cut = self._connections[0], self._cut
+
+        def attempt(seconds: float) -> pb.AwaitCutResponse:
+            request = pb.AwaitCutRequest(
+                reader=self._name,
+                version=cut.version if cut is not None else 0,
+                wait_seconds=WAIT_SHARE * seconds if self._layout is not None else _FIRST_WAIT_SECONDS,
+                fingerprint=self._layout.fingerprint if self._layout is not None else b"",
+            )
+            known = self._known if self._readers else None
+            for shard in known.shards if known is not None else ():
+                request.known.add(generation=shard.generation, version=shard.version)
+            self._is_waiting = cut is not None and known == cut
+            try:
+                answer: pb.AwaitCutResponse = connection.result(
+                    connection.stub.AwaitCut.future(request, timeout=seconds)
+                )
+                return answer
+            finally:
+                if self._is_waiting:
+                    self._is_waiting, self._current = False, time.monotonic()
+
+        return connection.call(self._policy(), attempt)
+
+    def _policy(self) -> RetryPolicy:
+        return RetryPolicy(_ATTEMPT_SECONDS, self._settings.deadline_seconds, "The follower goes on trying")
+
+    def _require_newer(self, cut: Cut) -> None:
+        held = self._cut
+        if held is None or self._allow_older:
+            return
+        if cut.run_id != held.run_id:
+            raise RolledBackError(
+                f"the server has run {cut.run_id}, and here is version {held.version} of run {held.run_id}: make "
+                "another follower, or allow_older=True, to leave that"
+            )
+        if cut.is_older_than(held):
+            raise RolledBackError(
+                f"the run has gone back to version {cut.version}, and here is version {held.version}: it stays until "
+                "the run is ahead again; allow_older=True follows back"
+            )
+
+    def _go_to(self, cut: Cut, layout: ModelLayout) -> None:
+        """Fetch, verify, stage and commit a cut."""
+        held = self._cut if self._cut is not None and self._cut.run_id == cut.run_id else None
+        fetched = self._fetch(cut, held)
+        if fetched is None:
+            return  # the cut is gone: the next one is asked for
+        verified = [self._verified(reader, cut, part) for reader, part in zip(self._readers, fetched, strict=True)]
+        if any(part is None for part in verified):
+            return
+        changes, before = list[SparseSlice](), list[SparseSlice]()
+        for part in verified:
+            assert part is not None
+            changes += part[0]
+            before += part[1]
+        packed = fetched[0].buffers
+        buffers = unpack(packed, layout.buffers) if packed else None
+        is_whole = all(part.base is None for part in fetched)
+        try:
+            self._sink.stage(StagedCut(cut, layout, changes, before, buffers, is_whole))
+        except BaseException:
+            self._sink.abort()
+            raise
+        try:
+            with self._holds.alone(), torch.no_grad():
+                try:
+                    self._sink.commit()
+                except BaseException:
+                    self._cut = None  # nobody may hold it until it is known what it is
+                    self._cut = self._sink.open(layout)
+                    raise
+                self._cut = cut
+        finally:
+            with self._changed:
+                self._changed.notify_all()
+        self.fetched_bytes += sum(part.received_bytes for part in fetched)
+        self._current = time.monotonic()
+        try:
+            self._on_cut(cut)
+        except Exception:
+            log.exception("on_cut has failed for version %d", cut.version)
+
+    def _fetch(self, cut: Cut, held: Cut | None) -> list[FetchedShard] | None:
+        """Fetch from all shards; ``None`` if one no longer has the cut."""
+        while len(self._threads) < len(self._readers) - 1:
+            self._threads.append(SerialExecutor("psclient-follow"))
+        jobs = [
+            thread.submit(partial(reader.fetch, cut, held, self._policy()), as_part=True)
+            for thread, reader in zip(self._threads, self._readers[1:], strict=False)
+        ]
+        try:
+            found = [self._readers[0].fetch(cut, held, self._policy())]
+        finally:
+            for job in jobs:
+                job.wait()
+        found += [job.result() for job in jobs]
+        fetched = []
+        for part in found:
+            if isinstance(part, Rejected):
+                if part.reason in _GONE:
+                    self._known = None
+                    return None
+                raise from_refusal(part)
+            fetched.append(part)
+        return fetched
+
+    def _verified(
+        self, reader: ShardReader, cut: Cut, part: FetchedShard
+    ) -> tuple[list[SparseSlice], list[SparseSlice]] | None:
+        """Return the changes and what is held in their places; ``None``: the sink does not hold what it should."""
+        assert self._layout is not None
+        digest = ModelDigest(self._layout, *([part.base.digest] if part.base is not None else []))
+        before = [entries for change in part.changes if (entries := self._read(change)) is not None]
+        if part.base is not None:
+            if len(before) < len(part.changes):
+                return part.changes, []  # a sink that cannot be read
+            for entries in before:
+                digest.remove(entries)
+        for change in part.changes:
+            digest.add(change)
+        if digest.value == part.version.digest:
+            return part.changes, before
+        if part.base is None:
+            raise ServerFaultError(f"{reader.connection.address} sent values of another digest than the cut's")
+        log.warning(
+            "the model here is not version %d as it was committed: others have written to it. All is fetched anew",
+            part.base.version,
+        )
+        self._cut = self._known = None
+        return None
+
+    def _read(self, change: SparseSlice) -> SparseSlice | None:
+        return self._sink.read(change) if self._cut is not None else None
+
+    def _disconnect(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        self._connections = []
+
+    def close(self) -> None:
+        """Stop following; the sink keeps what it holds. Harmless twice."""
+        self._job.cancelled = True
+        for connection in [*self._connections]:
+            with contextlib.suppress(ValueError, RuntimeError):
+                connection.cancel_unawaited()
+        self._thread.close(_CLOSING_SECONDS)
+        for thread in self._threads:
+            thread.close(_CLOSING_SECONDS)
+        self._sink.close()
+
+    def __enter__(self) -> "Follower":
+        """Return the follower."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+
+def follow(
+    server: Server | None,
+    module: torch.nn.Module,
+    *,
+    rename: Rename | None = None,
+    settings: ClientSettings | None = None,
+    name: str = "",
+    allow_older: bool = False,
+    on_cut: Callable[[Cut], object] = lambda cut: None,
+) -> Follower:
+    """Keep a module at the newest version of a run, in place, without training in the run.
+
+    >>> with psclient.follow("ps:50051", module) as follower:
+    ...     with follower.hold():  # one version, whole, until the end of the block
+    ...         module(x)
+
+    Args:
+        server: the address of each shard, as for an optimizer.
+        module: built as the workers build theirs, on any device; frozen parameters are the caller's.
+        rename: returns the module's name of a tensor from the run's.
+        settings: as for :class:`Follower`, and so the other three.
+        name: of this reader.
+        allow_older: whether to follow back.
+        on_cut: called after each commit.
+    """
+    sink = ModuleSink(module, rename)
+    return Follower(server, sink, settings, name=name, allow_older=allow_older, on_cut=on_cut)

@@ -1,0 +1,148 @@
+"""A module that follows: its parameters and buffers are overwritten in place, so that references to them stay valid."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from psclient.errors import ConfigurationError
+from psclient.model.replica import Replica
+from psclient.model.wrappers import plain_modules
+from psclient.reader.cut import Cut
+from psclient.reader.sink import Sink, StagedCut
+from pscore.model.layout import ModelLayout, TensorSpec
+from pscore.model.sparse_slice import SparseSlice
+from pscore.names import shown
+
+Rename = Callable[[str], str]
+"""Returns what the module calls a tensor, from the name that the run has for it."""
+
+
+class ModuleSink(Sink):
+    """Holds a cut in a module, on whatever devices its tensors are.
+
+    Between commits nobody else may write to these tensors. A commit that fails half-way is undone.
+    """
+
+    def __init__(self, module: torch.nn.Module, rename: Rename | None = None) -> None:
+        self._module, self._rename = module, rename or (lambda name: name)
+        self._held: Cut | None = None
+        self._layout: ModelLayout | None = None
+        self._replica: Replica | None = None
+        self._buffers: list[torch.Tensor] = []
+        self._staged: StagedCut | None = None
+
+    def open(self, layout: ModelLayout) -> Cut | None:
+        """Find the module's tensors; return the cut that it holds."""
+        if self._layout is None or layout.fingerprint != self._layout.fingerprint:
+            self._replica = Replica(layout, self._tensors_of(layout))
+            self._buffers = [self._find(spec, self._named("_buffers")) for spec in layout.buffers]
+            self._layout, self._held = layout, None
+        return self._held
+
+    def read(self, entries: SparseSlice) -> SparseSlice:
+        """Return the module's values at the places of these entries."""
+        assert self._layout is not None
+        assert self._replica is not None
+        values = torch.empty(entries.entries, dtype=torch.float32, device="cpu")
+        for first, last, found in _parts(self._layout, self._replica.parameters, entries):
+            values[first:last] = found
+        return SparseSlice(entries.span, entries.offsets, values)
+
+    def stage(self, staged: StagedCut) -> None:
+        """Keep what is to be written."""
+        self._staged = staged
+
+    def commit(self) -> None:
+        """Write the values; after an error the former ones."""
+        staged, replica = self._staged, self._replica
+        assert staged is not None
+        assert replica is not None
+        buffers = [buffer.detach().clone() for buffer in self._buffers] if staged.buffers is not None else []
+        try:
+            replica.write(staged.changes)
+            self._write_buffers(staged.buffers or ())
+        except BaseException:
+            if len(staged.before) < len(staged.changes):  # the first cut: there is nothing to go back to
+                self._held = None
+            replica.write(staged.before)
+            self._write_buffers(buffers)
+            raise
+        self._held, self._staged = staged.cut, None
+
+    def abort(self) -> None:
+        """Drop what is staged."""
+        self._staged = None
+
+    def close(self) -> None:
+        """Do nothing: the module stays as it is."""
+
+    def _write_buffers(self, values: Sequence[torch.Tensor]) -> None:
+        for buffer, value in zip(self._buffers, values, strict=False):
+            buffer.detach().copy_(value)
+
+    def _named(self, kind: str) -> dict[str, torch.Tensor]:
+        """Return the module's tensors of a kind by all their names, without those of wrappers."""
+        return {
+            f"{path}.{name}" if path else name: tensor
+            for path, module in plain_modules(self._module)
+            for name, tensor in getattr(module, kind).items()
+            if tensor is not None
+        }
+
+    def _tensors_of(self, layout: ModelLayout) -> list[torch.Tensor]:
+        named = self._named("_parameters")
+        tensors = [self._find(spec, named) for spec in layout.parameters]
+        for spec, tensor in zip(layout.parameters, tensors, strict=True):
+            for alias in spec.aliases:
+                if named.get(self._rename(alias), tensor) is not tensor:
+                    raise ConfigurationError(
+                        f"{shown(alias)} is another name of {shown(spec.name)} in the run, and a tensor of its own in "
+                        "this module: tie the two before you follow"
+                    )
+        known = {id(tensor) for tensor in tensors}
+        frozen = {self._rename(name) for each in layout.frozen for name in (each.spec.name, *each.spec.aliases)}
+        for name, tensor in named.items():
+            if id(tensor) not in known and name not in frozen:
+                raise ConfigurationError(
+                    f"the run has no parameter {shown(name)}: build the module that the workers train, or pass rename="
+                )
+        return tensors
+
+    def _find(self, spec: TensorSpec, named: dict[str, torch.Tensor]) -> torch.Tensor:
+        names = [self._rename(name) for name in (spec.name, *spec.aliases)]
+        found = next((named[name] for name in names if name in named), None)
+        if found is None:
+            raise ConfigurationError(
+                f"the module has no {shown(names[0])}, which the run has as {spec.describe()}: build the module that "
+                "the workers train, or pass rename="
+            )
+        if found.is_meta:
+            raise ConfigurationError(
+                f"{shown(names[0])} is on the meta device: call module.to_empty(device=...) before"
+            )
+        if tuple(found.shape) != spec.shape or found.dtype != spec.dtype:
+            is_here = TensorSpec(names[0], tuple(found.shape), found.dtype).describe()
+            raise ConfigurationError(f"the module has {is_here}, and the run {spec.describe()}: both must be alike")
+        return found
+
+
+def _parts(
+    layout: ModelLayout, tensors: Sequence[torch.Tensor], entries: SparseSlice
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Yield, tensor by tensor, which of the entries lie in it, and its values there."""
+    span, places = entries.span, layout.positions(entries.span)
+    edges = np.array(layout.offsets[places.start : places.stop + 1]) - span.start
+    cuts = edges.clip(0, span.length)
+    offsets = None if entries.offsets is None else entries.offsets.numpy()
+    bounds = cuts if offsets is None else np.searchsorted(offsets, cuts)
+    for number in np.flatnonzero(np.diff(bounds)):
+        first, last, edge = int(bounds[number]), int(bounds[number + 1]), int(edges[number])
+        flat = tensors[places.start + int(number)].detach().reshape(-1)
+        if offsets is None:
+            found = flat[first - edge : last - edge]
+        elif flat.is_cpu and flat.dtype == torch.float32:
+            found = torch.from_numpy(flat.numpy()[offsets[first:last] - edge])
+        else:
+            found = flat[torch.from_numpy(offsets[first:last] - edge).to(flat.device)]
+        yield first, last, found.cpu().float()

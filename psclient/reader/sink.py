@@ -1,0 +1,67 @@
+"""Where a follower puts the model. The parts of one cut are staged, and then committed at once."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from psclient.reader.cut import Cut
+from pscore.model.layout import ModelLayout
+from pscore.model.sparse_slice import SparseSlice
+
+
+@dataclass(frozen=True, slots=True)
+class StagedCut:
+    """A cut that was fetched and verified.
+
+    Attributes:
+        layout: of the model.
+        changes: entries to write over what the sink holds, in fp32 on the host, in ascending order.
+        before: the same entries as the sink holds them; empty for a sink that cannot be read.
+        buffers: all buffers in layout order, if they have changed.
+        is_whole: whether the changes are every value, so that it does not matter what the sink holds.
+    """
+
+    cut: Cut
+    layout: ModelLayout
+    changes: Sequence[SparseSlice]
+    before: Sequence[SparseSlice]
+    buffers: Sequence[torch.Tensor] | None
+    is_whole: bool
+
+
+class Sink(ABC):
+    """Holds one cut, whole. A follower calls it from its own thread, one call at a time.
+
+    :meth:`stage` may take its time, and changes nothing that others see; :meth:`commit` is short, and nobody is inside
+    :meth:`~psclient.reader.follower.Follower.hold` meanwhile.
+    """
+
+    @abstractmethod
+    def open(self, layout: ModelLayout) -> Cut | None:
+        """Get ready for a model, and return the cut that is held; ``None`` if none is, or perhaps a mixture.
+
+        It is called first, after each failure, and if the layout changes. Raises
+        :class:`~psclient.errors.ConfigurationError` if the model does not fit.
+        """
+
+    @abstractmethod
+    def read(self, entries: SparseSlice) -> SparseSlice | None:
+        """Return what is held at the places of these entries, fp32 on the host; ``None`` if that cannot be told."""
+
+    @abstractmethod
+    def stage(self, staged: StagedCut) -> None:
+        """Get everything ready, so that the commit can hardly fail."""
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Change over to what is staged. If this raises, :meth:`open` tells what is held."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Drop what is staged, if anything is."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what the sink occupies; what it holds stays."""

@@ -1,0 +1,231 @@
+"""The cuts of a shard: made while readers ask for them, and the newest few kept.
+
+Shard 0 names a cut by a number. Every shard opens its values at the version that it then has, and tells shard 0 this
+version and the digest; once all have, the cut may be read. The versions of a cut are those of one moment within a round
+trip between shards. So in an asynchronous run a cut of several shards may have a push in one shard and not yet in
+another, as every worker's replica may.
+"""
+
+import itertools
+import logging
+import threading
+import time
+from contextlib import suppress
+from typing import NamedTuple, Protocol
+
+from pscore.wire.errors import ErrorCode, Rejected
+from psservice.cuts.readers import Readers
+from psservice.cuts.shard_cut import ShardCut
+from psservice.model.parameters import ModelShard
+from psservice.storage.environment import Environment
+
+log = logging.getLogger(__name__)
+
+_KEPT = 3  # cuts: the two newest whole ones, and the one that is being made
+_IDLE_SECONDS = 60.0  # without a question, after which no cut is made or kept
+_ALL_SHARDS_SECONDS = 10.0  # for the other shards to take part in a cut
+_AGAIN_SECONDS = 5.0  # after which a cut over several shards is tried although shard 0 has not moved
+_SHARE, _LONGEST_PAUSE_SECONDS = 0.5, 10.0  # of the time that making cuts may take, up to a pause
+
+
+class ShardVersion(NamedTuple):
+    """A shard's part of a cut: as other shards tell it."""
+
+    generation: int
+    version: int
+    digest: bytes
+
+
+class Cut(NamedTuple):
+    """A cut that may be read.
+
+    Attributes:
+        shards: of each shard, in order.
+        buffers_digest: of the buffers; empty if there are none.
+        made: when, by the clock of the shard's environment.
+    """
+
+    number: int
+    shards: tuple[ShardVersion, ...]
+    buffers_digest: bytes
+    made: float
+
+
+class CutShard(Protocol):
+    """What cuts need of a shard."""
+
+    @property
+    def model(self) -> ModelShard | None: ...  # noqa: D102
+
+    @property
+    def environment(self) -> Environment: ...  # noqa: D102
+
+    def open_cut(self, number: int) -> ShardCut:
+        """Open the values at a durable version; raises :class:`Rejected`."""
+
+    def has_room_for_cuts(self) -> bool:
+        """Tell whether what answers have kept for them is within its limit."""
+
+    def tell_shards(self) -> None:
+        """Have the other shards hear of :attr:`Cuts.wanted`, and waiting calls look at their conditions."""
+
+
+class Cuts:
+    """Makes and keeps a shard's cuts; on shard 0 in a thread, which runs while readers ask. Thread-safe.
+
+    Args:
+        interval_seconds: the shortest time from one cut to the next.
+        num_shards: of the model.
+
+    Attributes:
+        newest: the newest cut that may be read; on shard 0.
+        wanted: the number of the cut that every shard is to take part in; 0 if nobody reads. On shard 0.
+        readers: that have asked; on shard 0.
+    """
+
+    def __init__(self, shard: CutShard, interval_seconds: float, num_shards: int) -> None:
+        self._shard, self._interval, self._num_shards = shard, interval_seconds, num_shards
+        self._clock = shard.environment.monotonic
+        self._kept: list[ShardCut] = []  # the oldest first
+        self._told: dict[int, ShardVersion] = {}  # by the index of the shard, of the wanted cut
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._numbers = itertools.count(int.from_bytes(shard.environment.random_bytes(5), "little") + 1)
+        self._asked_at = self._begun_at = float("-inf")
+        self.newest: Cut | None = None
+        self.wanted = 0
+        self.readers = Readers(self._clock)
+
+    # Questions
+
+    def ask(self) -> Cut | None:
+        """Return the newest cut, and have newer ones made for a while; on shard 0."""
+        with self._lock:
+            self._asked_at = self._clock()
+            if self._thread is None and not self._stopping.is_set():
+                self._thread = self._shard.environment.start(self._work, "cuts")
+        return self.newest
+
+    def find(self, version: ShardVersion) -> ShardCut:
+        """Return this shard's part of a cut; raises :class:`Rejected` (``NO_SUCH_CUT``)."""
+        with self._lock:
+            for cut in reversed(self._kept):
+                if cut.digest and (cut.generation, cut.version, cut.digest) == version:
+                    return cut
+        number, generation = version.version, version.generation
+        raise Rejected(
+            ErrorCode.NO_SUCH_CUT, f"version {number} of generation {generation} is not, or no longer, that of a cut"
+        )
+
+    # Making
+
+    def take_part(self, number: int) -> None:
+        """Open this shard's part of a cut, unless that was done; number 0: keep none. Raises :class:`Rejected`."""
+        if not number:
+            self.forget()
+            return
+        with self._lock:
+            before = self._kept[-1] if self._kept else None
+        if before is not None and before.number == number:
+            return
+        if not self._shard.has_room_for_cuts():
+            with self._lock:
+                self._kept, self.newest = [], None
+            before = None
+        cut = self._shard.open_cut(number)
+        if before is not None and (before.model is not cut.model or not before.digest):
+            before = None
+        if before is not None and cut.is_like(before):
+            cut.digest = before.digest
+        else:
+            cut.compute_digest(before)
+        with self._lock:
+            if cut.model is self._shard.model:  # and no other was installed meanwhile
+                self._kept = [*self._kept, cut][-_KEPT:]
+
+    def own(self) -> tuple[int, ShardVersion | None]:
+        """Return the number of the newest cut that this shard has taken part in, and its version there."""
+        with self._lock:
+            if not self._kept:
+                return 0, None
+            cut = self._kept[-1]
+            return cut.number, ShardVersion(cut.generation, cut.version, cut.digest)
+
+    def hear(self, shard_index: int, number: int, version: ShardVersion) -> None:
+        """Note another shard's version in a cut; on shard 0."""
+        with self._lock:
+            if number and number == self.wanted:
+                self._told[shard_index] = version
+        self._end_if_whole()
+
+    def make_if_due(self) -> None:
+        """Begin a cut if the model has moved; on shard 0, in one thread at a time."""
+        model, now = self._shard.model, self._clock()
+        if model is None or now < self._begun_at + self._interval or not self._is_wanted(model, now):
+            return
+        self._begun_at = now
+        with self._lock:
+            self.wanted, self._told = next(self._numbers), {}
+        if self._num_shards > 1:
+            self._shard.tell_shards()
+        with suppress(Rejected):  # another model is on its way in, or nothing can be written: it is tried again
+            self.take_part(self.wanted)
+            self._end_if_whole()
+
+    def _is_wanted(self, model: ModelShard, now: float) -> bool:
+        newest = self.newest
+        if newest is None or newest.number != self.wanted:  # one is under way
+            return now >= self._begun_at + (_ALL_SHARDS_SECONDS if self._num_shards > 1 and self.wanted else 0.0)
+        if self._num_shards > 1 and now >= self._begun_at + _AGAIN_SECONDS:
+            return True
+        is_same = (model.generation, model.version) == newest.shards[0][:2]
+        return not is_same or not model.versions_name_values
+
+    def _end_if_whole(self) -> None:
+        """Let the wanted cut be read if every shard has told its part."""
+        with self._lock:
+            mine = self._kept[-1] if self._kept else None
+            if mine is None or mine.number != self.wanted or len(self._told) < self._num_shards - 1:
+                return
+            if self.newest is not None and self.newest.number == self.wanted:
+                return
+            others = [self._told[index] for index in range(1, self._num_shards)]
+            shards = (ShardVersion(mine.generation, mine.version, mine.digest), *others)
+            before, cut = self.newest, Cut(self.wanted, shards, mine.buffers_digest, mine.made)
+            is_same = before is not None and before[1:3] == cut[1:3]
+            self.newest = before._replace(number=cut.number) if before is not None and is_same else cut
+        if not is_same:
+            self._shard.tell_shards()
+
+    def _work(self) -> None:
+        began = time.perf_counter()
+        while self.keep_up():
+            took = time.perf_counter() - began
+            self._stopping.wait(max(self._interval, min(took / _SHARE, _LONGEST_PAUSE_SECONDS)))
+            began = time.perf_counter()
+
+    def keep_up(self) -> bool:
+        """Make a cut if it is time; without a question for long keep none. Return whether to call again soon."""
+        with self._lock:
+            goes_on = not self._stopping.is_set() and self._clock() < self._asked_at + _IDLE_SECONDS
+            had_readers = self.wanted != 0
+            if not goes_on:  # the next question starts a thread
+                self._kept, self.newest, self.wanted, self._thread = [], None, 0, None
+        if goes_on:
+            self.make_if_due()
+        elif had_readers and self._num_shards > 1:
+            self._shard.tell_shards()
+        return goes_on
+
+    def forget(self) -> None:
+        """Keep no cut; readers go on with the next one."""
+        with self._lock:
+            self._kept, self.newest, self.wanted = [], None, 0
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._stopping.set()
+        thread = self._thread
+        if thread is not None:
+            thread.join()

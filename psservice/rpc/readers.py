@@ -1,0 +1,101 @@
+"""The calls of readers, who follow the model without a lease: messages to calls of the cuts and back."""
+
+from collections.abc import Iterator
+
+from pscore.model.layout import Span
+from pscore.wire import frames
+from pscore.wire.codecs.names import PLAIN_INDEX_CODECS
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.frames import WireForm
+from pscore.wire.messages import layout_to_message, place_of
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.awaiting import NotYetError
+from psservice.cuts.cuts import Cut, ShardVersion
+from psservice.cuts.shard_cut import Held
+from psservice.rpc.calls import Call
+from psservice.rpc.workers import dense_bytes
+from psservice.shard.following import RUN_STATES
+from psservice.shard.pull import link_class
+from psservice.shard.shard import Shard
+
+
+class ReaderCalls:
+    """The calls of readers over one shard; each method serves the call that it is named after."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard, self._settings, self._metrics = shard, shard.settings, shard.metrics
+
+    def await_cut(self, call: Call, request: pb.AwaitCutRequest) -> pb.AwaitCutResponse:
+        """Name the newest cut once it is another than the known one, or the time is over."""
+        shard = self._shard
+        if not shard.is_coordinator:
+            mine = place_of(self._settings.shard_index, self._settings.num_shards)
+            raise Rejected(ErrorCode.SHARD_MISMATCH, f"shard 0 names the cuts; this is shard {mine}")
+        model = shard.model
+        if model is None:
+            why = "no worker has uploaded a model yet"
+            raise NotYetError(ErrorCode.NOT_INITIALISED, why, lambda: shard.model is not None)
+        cut = shard.cuts.ask()
+        known = tuple((each.generation, each.version) for each in request.known)
+        is_known = cut is None or known == versions_of(cut)
+        if request.reader:
+            shard.cuts.readers.ask(request.reader, request.version, is_behind=not is_known)
+        if is_known and ((call.wait_seconds and not call.is_late) or cut is None):
+            raise NotYetError(ErrorCode.BUSY, "there is no newer cut yet", lambda: shard.cuts.newest is not cut)
+        layout = model.layout
+        return pb.AwaitCutResponse(
+            cut=self._message(cut),
+            layout=None if request.fingerprint == layout.fingerprint else layout_to_message(layout),
+            newest_version=model.version,
+            run_state=RUN_STATES[shard.run.state],
+        )
+
+    def read_cut(self, call: Call, request: pb.ReadCutRequest) -> Iterator[bytes]:
+        """Send what a reader lacks of a cut."""
+        shard = self._shard
+        with shard.memory.answer() as reservation:
+            reservation.add(0)
+            asked = request.version
+            cut = shard.cuts.find(ShardVersion(asked.generation, asked.version, asked.digest))
+            form = WireForm(
+                allowed=frozenset(request.index_codecs or PLAIN_INDEX_CODECS),
+                link_bytes_per_second=link_class(request.link_bytes_per_second),
+            )
+            held = _held(cut.model.span.start, request)
+            reply = cut.reply(held, form, self._settings.chunk_bytes, reservation.add)
+            reservation.share(reply.messages)
+            buffers = cut.buffers if request.buffers_digest != cut.buffers_digest else b""
+            call.on_sent = self._sent
+            self._metrics.count("ReadCut", 1, dense_bytes=dense_bytes(cut.model.layout, cut.model.span))
+            yield pb.ReadCutResponse(
+                header=pb.CutHeader(version=cut.version, buffer_bytes=len(buffers))
+            ).SerializeToString()
+            del cut  # a reply of values that were read needs it no more
+            for piece in frames.encode_bytes(buffers, self._settings.chunk_bytes):
+                yield pb.ReadCutResponse(buffers=piece).SerializeToString()
+            yield from reply.messages
+
+    def _message(self, cut: Cut | None) -> pb.Cut:
+        assert cut is not None
+        return pb.Cut(
+            run_id=self._shard.run.run_id,
+            shards=[pb.ShardVersion(**each._asdict()) for each in cut.shards],
+            buffers_digest=cut.buffers_digest,
+            age_seconds=max(0.0, self._shard.environment.monotonic() - cut.made),
+        )
+
+    def _sent(self, nbytes: int) -> None:
+        self._metrics.count("ReadCut", sent_bytes=nbytes)
+
+
+def versions_of(cut: Cut) -> tuple[tuple[int, int], ...]:
+    """Return the generation and version of each shard in a cut."""
+    return tuple((each.generation, each.version) for each in cut.shards)
+
+
+def _held(start: int, request: pb.ReadCutRequest) -> list[Held]:
+    held = []
+    for each in request.held:
+        held.append(Held(Span(start, each.end), each.version if each.has_version else None))
+        start = each.end
+    return held

@@ -1,0 +1,149 @@
+"""Cuts over all shards: which are named, kept, and forgotten."""
+
+import torch
+
+from pscore.wire.errors import ErrorCode
+from psservice.cuts.cuts import ShardVersion
+from psservice.shard.following import follow, news_of
+from tests.psservice.service_makers import F32, layout_of
+from tests.psservice.shard_makers import Clock, push, reason_of, serving, serving_shards
+
+LAYOUT = layout_of((9000, F32), (11, F32))
+VALUES = torch.arange(LAYOUT.size, dtype=torch.float32)
+
+
+def make(shard):
+    """Make a cut now, as the thread of cuts does."""
+    shard.cuts.make_if_due()
+    return shard.cuts.newest
+
+
+def hear(shards):
+    """Let the other shards follow shard 0, and shard 0 hear of their part."""
+    for index, shard in enumerate(shards[1:], start=1):
+        follow(shard, news_of(shards[0]))
+        number, version = shard.cuts.own()
+        if version is not None:
+            shards[0].cuts.hear(index, number, version)
+    return shards[0].cuts.newest
+
+
+def versions(cut):
+    return [shard.version for shard in cut.shards]
+
+
+def test_a_cut_is_made_when_the_model_has_moved_and_three_are_kept():
+    with serving(LAYOUT, VALUES, cut_seconds=1e-9) as shard:
+        first = make(shard)
+        assert versions(first) == [0]
+        assert make(shard) is first
+        cuts = [first]
+        for step in range(1, 6):
+            push(shard, step, {step: 1.0})
+            cuts.append(make(shard))
+        assert [versions(cut) for cut in cuts] == [[0], [1], [2], [3], [4], [5]]
+        for cut in cuts[:-3]:
+            assert reason_of(shard.cuts.find, cut.shards[0]) is ErrorCode.NO_SUCH_CUT
+        for cut in cuts[-3:]:
+            kept = cut.shards[0]
+            assert shard.cuts.find(kept).digest == kept.digest
+            other = ShardVersion(kept.generation, kept.version, bytes(16))
+            assert reason_of(shard.cuts.find, other) is ErrorCode.NO_SUCH_CUT
+
+
+def test_the_interval_between_cuts_is_kept():
+    with serving(LAYOUT, VALUES, cut_seconds=3.0) as shard:
+        clock = shard.cuts._clock = Clock()
+        first = make(shard)
+        push(shard, 1, {1: 1.0})
+        clock.now = 2.9
+        assert make(shard) is first
+        clock.now = 3.1
+        assert versions(make(shard)) == [1]
+
+
+def test_nothing_is_kept_for_readers_before_one_asks_and_after_the_last_has_gone():
+    with serving(LAYOUT, VALUES, cut_seconds=0.01) as shard:
+        push(shard, 1, {1: 1.0})
+        assert shard.model.copies.nbytes == 0
+        clock = shard.cuts._clock = Clock()
+        shard.cuts.ask()
+        thread = shard.cuts._thread
+        push(shard, 2, {1: 1.0})
+        clock.now = 1e6
+        thread.join()
+        assert shard.cuts.newest is None
+        assert shard.model.copies.nbytes == 0
+        assert shard.cuts.wanted == 0
+
+
+def test_a_cut_of_several_shards_needs_all_of_them():
+    with serving_shards(2, LAYOUT, VALUES, run_id="r", cut_seconds=1e-9) as shards:
+        zero, other = shards
+        clock = zero.cuts._clock = Clock()
+        for shard in shards:
+            push(shard, 1, {1: 1.0, 9001: 1.0})
+        assert make(zero) is None
+        cut = hear(shards)
+        assert versions(cut) == [1, 1]
+        for shard, version in zip(shards, cut.shards, strict=True):
+            assert shard.cuts.find(version).digest == version.digest
+
+        push(other, 2, {9001: 1.0})  # shard 0 has not moved
+        clock.now = 6.0
+        make(zero)
+        assert versions(hear(shards)) == [1, 2]
+
+        before = zero.cuts.newest
+        push(zero, 2, {1: 1.0})
+        clock.now = 7.0
+        assert make(zero) is before  # nobody answers
+        number = zero.cuts.wanted
+        clock.now = 16.0
+        assert make(zero) is before
+        assert zero.cuts.wanted == number
+        clock.now = 18.0
+        make(zero)
+        assert zero.cuts.wanted != number  # another one is tried
+        assert versions(hear(shards)) == [2, 2]
+
+
+def test_a_late_answer_of_a_shard_counts_for_no_other_cut():
+    with serving_shards(2, LAYOUT, VALUES, run_id="r", cut_seconds=1e-9) as shards:
+        zero, other = shards
+        make(zero)
+        first = hear(shards)
+        number, version = other.cuts.own()
+        assert number == first.number
+        push(zero, 1, {1: 1.0})
+        assert make(zero) is first
+        zero.cuts.hear(1, number, version)
+        assert zero.cuts.newest is first
+        assert versions(hear(shards)) == [1, 0]
+
+
+def test_another_model_ends_the_cuts_of_the_one_before():
+    with serving(LAYOUT, VALUES, cut_seconds=1e-9) as shard:
+        cut = make(shard).shards[0]
+        shard.serve(shard.state)
+        assert shard.cuts.newest is None
+        assert reason_of(shard.cuts.find, cut) is ErrorCode.NO_SUCH_CUT
+        assert make(shard).shards[0].version == cut.version
+
+
+def test_the_last_reader_of_several_shards_frees_all_of_them():
+    with serving_shards(2, LAYOUT, VALUES, run_id="r", cut_seconds=1e-9) as shards:
+        zero, other = shards
+        clock = zero.cuts._clock = Clock()
+        with_readers = zero.cuts
+        with_readers._asked_at = 0.0
+        assert with_readers.keep_up()
+        hear(shards)
+        assert other.cuts.own()[0] == zero.cuts.newest.number
+        clock.now = 1e6
+        assert not with_readers.keep_up()
+        hear(shards)
+        assert other.cuts.own() == (0, None)
+        for shard in shards:
+            push(shard, 1, {1: 1.0, 9001: 1.0})
+            assert shard.model.copies.nbytes == 0

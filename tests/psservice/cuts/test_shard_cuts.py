@@ -1,0 +1,179 @@
+"""A shard's part of a cut answers with the values at the cut, from any version, whatever is pushed meanwhile."""
+
+import json
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pscore.model.digest import ModelDigest
+from pscore.model.layout import Span
+from pscore.model.sparse_slice import SparseSlice
+from pscore.wire.errors import ErrorCode
+from pscore.wire.frames import WireForm
+from psservice.cuts.shard_cut import Held, ShardCut
+from psservice.durability.capture import shard_kind
+from psservice.model import copies
+from psservice.model.training_mode import TrainingMode
+from psservice.rules.base import PushContext
+from psservice.settings import ShardSettings
+from tests.psservice.service_makers import BF16, F16, F32, bits, layout_of, segments_of
+from tests.psservice.shard_makers import reason_of
+
+LAYOUT = layout_of(((20, 30), F32), (41, BF16), (300, F32), (7, F16))
+METHODS = {
+    "subtract": {},
+    "rmsprop": {
+        "update": "rmsprop",
+        "optimizer": json.dumps({"name": "RMSprop", "options": {"lr": 0.1, "alpha": 0.5}}),
+    },
+    "adam": {"update": "torch", "optimizer": json.dumps({"name": "Adam", "options": {"lr": 0.1}})},
+    "rounds": {"rounds": json.dumps({"quorum": 2, "seconds": 0, "start_workers": 1})},
+    "groups": {"update": "average", "group_size": "2", "tau": "3", "late": "replace"},
+}
+
+
+@pytest.fixture(autouse=True)
+def watched(monkeypatch):
+    """Watch tensors that are otherwise copied at once."""
+    monkeypatch.setattr(copies, "_SMALL", 1)
+
+
+def model_of(method, num_shards=1, index=0, ledger_multiple=10.0):
+    mode = TrainingMode.of(METHODS[method])
+    span = LAYOUT.shard_spans(num_shards)[index]
+    model = shard_kind(mode)(
+        LAYOUT,
+        span,
+        torch.randn(span.length, generator=torch.Generator().manual_seed(1)),
+        generation=1,
+        version=0,
+        settings=ShardSettings(ledger_multiple),
+        mode=mode,
+    )
+    if method == "groups":
+        for worker in "ab":
+            model.decide("enter", worker, "1")
+    return model
+
+
+def push(model, density, draw, steps):
+    generator = torch.Generator().manual_seed(draw.randrange(2**31))
+    size, offsets = model.span.length, None
+    if density < 1:
+        offsets = (torch.rand(size, generator=generator) < density).nonzero().view(-1)
+    values = torch.randn(size if offsets is None else offsets.numel(), generator=generator) * 0.1
+    update = SparseSlice(model.span, offsets, values) if values.numel() else None
+    worker = draw.choice("ab")
+    steps[worker] = steps.get(worker, 0) + 1
+    model.take(worker, update, PushContext(0, 0.1, 1), steps[worker])
+    if model.mode.rounds is not None and model.round.is_due(["a", "b"], ["a", "b"], is_first=False):
+        model.close_round()
+
+
+def rounded(model):
+    return model.rounded(model.current())
+
+
+def cut_of(model, number, before):
+    cut = ShardCut(number, model, {}, 0.0)
+    cut.compute_digest(before)
+    return cut, rounded(model)
+
+
+def digest_of(model, values):
+    digest = ModelDigest(model.layout)
+    digest.add(SparseSlice(model.span, None, values))
+    return digest.value
+
+
+def written(model, values, reply):
+    """Return what a reader has after a reply."""
+    values = values.clone()
+    for segment in segments_of(reply, model.span):
+        first = segment.span.start - model.span.start
+        where = slice(first, first + segment.span.length) if segment.offsets is None else segment.offsets + first
+        values[where] = segment.values.float()
+    return values
+
+
+@pytest.mark.parametrize("method", METHODS)
+@given(
+    st.lists(st.sampled_from([0.0, 0.01, 0.1, 1.0]) | st.sampled_from(["cut", "copy"]), max_size=16),
+    st.integers(1, 2),
+    st.sampled_from([0.05, 10.0]),
+    st.integers(0, 2**16),
+)
+@settings(deadline=None, max_examples=25)
+def test_from_any_version_a_reader_gets_the_values_at_the_cut(method, events, num_shards, ledger_multiple, seed):
+    draw, steps, others = random.Random(seed), {}, []
+    model = model_of(method, num_shards, num_shards - 1, ledger_multiple)
+    cuts = [cut_of(model, 1, None)]
+    for event in events:
+        if event == "cut":
+            cuts.append(cut_of(model, len(cuts) + 1, cuts[-1][0]))
+        elif event == "copy":
+            others.append(model.open_values())
+        else:
+            push(model, event, draw, steps)
+    for cut, values in cuts:
+        assert cut.digest == digest_of(model, values)
+        for earlier, had in cuts:
+            if earlier.version > cut.version:
+                held = [Held(model.span, earlier.version)]
+                assert reason_of(cut.reply, held, WireForm(), 64, lambda nbytes: None) is ErrorCode.VERSION_IN_FUTURE
+                continue
+            border = draw.randint(model.span.start + 1, model.span.end - 1)
+            parts = Span(model.span.start, border), Span(border, model.span.end)
+            have = torch.cat([had[: border - model.span.start], torch.full((parts[1].length,), 7.0)])
+            for held, base in (
+                ([Held(model.span, earlier.version)], had),
+                ([Held(model.span, None)], torch.full_like(had, 7.0)),
+                ([Held(parts[0], earlier.version), Held(parts[1], None)], have),
+                (
+                    [Held(parts[0], cut.version), Held(parts[1], earlier.version)],
+                    torch.cat([values[: parts[0].length], had[parts[0].length :]]),
+                ),
+            ):
+                reply = cut.reply(held, WireForm(), 64, lambda nbytes: None)
+                assert bits(written(model, base, reply)) == bits(values)
+    for copy in others:
+        copy.close()
+
+
+def test_readers_of_one_base_share_a_reply_and_dropped_cuts_keep_nothing():
+    model, steps = model_of("subtract"), {}
+    first, _ = cut_of(model, 1, None)
+    push(model, 0.05, random.Random(0), steps)
+    second, values = cut_of(model, 2, first)
+    held, reserved = [Held(model.span, 0)], []
+    replies = [second.reply(held, WireForm(), 64, reserved.append) for _ in range(3)]
+    assert replies[0] is replies[1] is replies[2]
+    assert len(reserved) == 1
+    dense = second.reply([Held(model.span, None)], WireForm(), 64, reserved.append)
+    push(model, 0.5, random.Random(1), steps)
+    del first, second, replies
+    assert model.copies.nbytes > 0  # for the reply of everything, which is read as it is sent
+    assert bits(written(model, torch.zeros_like(values), dense)) == bits(values)
+    del dense
+    assert model.copies.nbytes == 0
+
+
+BAD_PARTS = {
+    "none": [],
+    "too short": [(0, 900, 0)],
+    "beyond the end": [(0, 949, 0)],
+    "a gap": [(0, 100, 0), (200, 948, 0)],
+    "backwards": [(0, 500, 0), (500, 400, 0), (400, 948, 0)],
+    "empty": [(0, 0, 0), (0, 948, 0)],
+}
+
+
+@pytest.mark.parametrize("name", BAD_PARTS)
+def test_parts_that_do_not_cover_the_shard_are_refused(name):
+    cut, _ = cut_of(model_of("subtract"), 1, None)
+    held = [Held(Span(start, end), version) for start, end, version in BAD_PARTS[name]]
+    assert LAYOUT.size == 948
+    assert reason_of(cut.reply, held, WireForm(), 64, lambda nbytes: None) is ErrorCode.BAD_REQUEST

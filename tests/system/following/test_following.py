@@ -1,0 +1,374 @@
+"""Modules and directories that follow a run of real servers: one whole version at any time, and soon the newest."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+import psclient
+from psclient import DirectorySink, Follower, LocalServer, errors
+from psclient.settings import ClientSettings
+from tests.system.following.following_tools import READING, SECONDS, loaded, parameters_of, same, training
+from tests.system.line import Line
+from tests.system.scripts import marked
+from tests.system.tools import make_model, wait_until
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_module_and_a_directory_have_every_version_whole_and_soon_the_newest(tmp_path, shards):
+    module, wrong = make_model(1), []
+    with LocalServer(shards=shards, cut_seconds=0.01) as server, training(server) as run:
+        run.steps()
+
+        def check(cut):
+            is_one = len({shard.version for shard in cut.shards}) == 1
+            if is_one and not same(parameters_of(module), run.versions[cut.version]):
+                wrong.append(cut)
+
+        with (
+            psclient.follow(server, module, settings=READING, on_cut=check) as follower,
+            Follower(server, DirectorySink(tmp_path), READING) as other,
+        ):
+            seen = set()
+            for _ in range(10):
+                version = run.steps(3)
+                with follower.at_least(version - 3, SECONDS) as cut:
+                    seen.add(cut.version)
+            for each in (follower, other):
+                each.wait_for(version, SECONDS)
+                wait_until(lambda each=each: each.lag.versions == 0)
+            assert wrong == []
+            assert len(seen) > 2
+            assert same(parameters_of(module), run.versions[version])
+            assert follower.digest == other.digest
+            assert follower.cut == other.cut
+            about, found = loaded(tmp_path)
+            assert about["version"] == version
+            state = psclient.download(server)
+            assert all(torch.equal(found[name], value) for name, value in state.items() if name in found)
+            assert found.keys() == state.keys()
+            running = {
+                name: value for name, value in module.state_dict().items() if "running" in name or "num_" in name
+            }
+            assert all(torch.equal(state[name], value) for name, value in running.items())
+
+
+def test_a_follower_may_be_there_before_the_first_worker():
+    module = make_model(1)
+    with LocalServer() as server, psclient.follow(server, module, settings=READING) as follower:
+        assert not follower.ready
+        with pytest.raises(errors.FollowerNotReadyError), follower.hold(seconds=0.3):
+            pass
+        with pytest.raises(errors.FollowerNotReadyError):
+            _ = follower.version
+        with training(server) as run:
+            version = run.steps(2)
+            follower.wait_for(version, SECONDS)
+            assert same(parameters_of(module), run.versions[version])
+
+
+def test_nothing_is_written_while_somebody_holds():
+    module = make_model(1)
+    with LocalServer(cut_seconds=0.01) as server, training(server) as run:
+        run.steps()
+        with psclient.follow(server, module, settings=READING) as follower:
+            with follower.hold(SECONDS) as cut:
+                version = run.steps(5)
+                wait_until(lambda: follower.lag.versions > 0)
+                assert same(parameters_of(module), run.versions[cut.version])
+                assert follower.version == cut.version
+            follower.wait_for(version, SECONDS)
+            assert same(parameters_of(module), run.versions[version])
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_followers_survive_kills_of_servers(tmp_path, shards):
+    module = make_model(1)
+    with (
+        LocalServer(shards=shards, data_dir=tmp_path, cut_seconds=0.01) as server,
+        training(server) as run,
+        psclient.follow(server, module, settings=READING) as follower,
+    ):
+        for index in range(shards):
+            follower.wait_for(run.steps(3), SECONDS)
+            server.processes[index].send_signal(signal.SIGKILL)
+            server.processes[index].wait()
+            assert follower.ready
+            server.restart(index)
+        version = run.steps(3)
+        follower.wait_for(version, SECONDS)
+        wait_until(lambda: follower.lag.versions == 0)
+        wait_until(lambda: same(parameters_of(module), run.versions[version]), SECONDS)
+        assert follower.error is None
+
+
+def restored(server, version):
+    command = [sys.executable, "-m", "psservice", "restore", "--version", str(version), *server.addresses]
+    subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
+
+
+def test_a_run_that_goes_back_pulls_no_reader_back_unless_it_allows_that(tmp_path):
+    stays, goes_back = make_model(1), make_model(2)
+    with LocalServer(data_dir=tmp_path, cut_seconds=0.01) as server, training(server) as run:
+        version = run.steps(6)
+        with (
+            psclient.follow(server, stays, settings=READING) as one,
+            psclient.follow(server, goes_back, settings=READING, allow_older=True) as other,
+        ):
+            for follower in (one, other):
+                follower.wait_for(version, SECONDS)
+            restored(server, 2)
+            wait_until(lambda: other.version == 2, SECONDS)
+            assert same(parameters_of(goes_back), run.versions[2])
+            wait_until(lambda: isinstance(one.error, errors.RolledBackError), SECONDS)
+            assert one.version == version
+            assert same(parameters_of(stays), run.versions[version])
+            assert one.lag.seconds > 0
+            version = run.steps(8)  # ahead again, in a history of its own
+            for follower, module in ((one, stays), (other, goes_back)):
+                follower.wait_for(version, SECONDS)
+                wait_until(lambda follower=follower: follower.cut.version == version, SECONDS)
+                assert same(parameters_of(module), run.versions[version])
+
+
+def test_another_run_at_the_same_address_is_not_followed():
+    module = make_model(1)
+    with LocalServer() as server:
+        with training(server) as run:
+            version = run.steps(3)
+            follower = psclient.follow(server, module, settings=READING)
+            follower.wait_for(version, SECONDS)
+        server.processes[0].kill()
+        server.restart()
+        with training(server) as other:
+            other.steps(5)
+            with follower:
+                wait_until(lambda: isinstance(follower.error, errors.RolledBackError), SECONDS)
+                assert follower.version == version
+                assert same(parameters_of(module), run.versions[version])
+
+
+def test_what_others_have_written_into_a_module_is_found_and_mended(caplog):
+    module = make_model(1)
+    with LocalServer(cut_seconds=0.01) as server, training(server) as run:
+        run.steps()
+        with psclient.follow(server, module, settings=READING) as follower:
+            follower.wait_for(1, SECONDS)
+            with follower.hold(), torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.add_(1.0)
+            version = run.steps(2)
+            wait_until(lambda: follower.ready and follower.version == version, SECONDS)
+            wait_until(lambda: same(parameters_of(module), run.versions[version]), SECONDS)
+    assert "others have written to it" in caplog.text
+
+
+class SleepyEngine:
+    """Takes patches; fails in the middle of some commits, and cannot undo them."""
+
+    def __init__(self):
+        self.tensors, self.staged, self.commits, self.fails_at = {}, [], 0, set()
+
+    def stage(self, patches):
+        self.staged = patches
+
+    def commit(self, cut):
+        self.commits += 1
+        for number, patch in enumerate(self.staged):
+            if number == 1 and self.commits in self.fails_at:
+                raise RuntimeError("asleep")
+            if patch.indices is None:
+                self.tensors[patch.name] = patch.values.clone()
+            else:
+                self.tensors[patch.name].view(-1)[patch.indices] = patch.values
+
+    def abort(self):
+        self.staged = []
+
+
+def test_an_engine_that_fails_in_a_commit_is_not_ready_until_it_has_everything_again():
+    engine, not_ready = SleepyEngine(), []
+    engine.fails_at = {2, 3}
+    with LocalServer(cut_seconds=0.01) as server, training(server) as run:
+        run.steps()
+        with Follower(server, engine, READING) as follower:
+            follower.wait_for(1, SECONDS)
+            real = engine.commit
+
+            def commit(cut):
+                try:
+                    real(cut)
+                except RuntimeError:
+                    not_ready.append(follower.ready)
+                    raise
+
+            engine.commit = commit
+            version = run.steps(3)
+            wait_until(lambda: follower.ready and follower.version == version and engine.commits > 3, SECONDS)
+            found = {name: engine.tensors[name] for name in run.versions[version]}
+            assert same(found, run.versions[version])
+            assert len(not_ready) == 2
+            assert engine.commits >= 4
+
+
+def test_a_transfer_that_is_cut_goes_on_where_it_was():
+    torch.manual_seed(0)
+    model, module = torch.nn.Linear(2000, 1500), torch.nn.Linear(2000, 1500)
+    nbytes = 4 * 1500 * 2001
+    with LocalServer() as server:
+        optimizer = psclient.ASGD(model.parameters(), lr=0.1, model=model, server=server)
+        with optimizer, Line(server.addresses[0]) as line:
+            line.stop_at("down", nbytes * 2 // 3)
+            with psclient.follow(line.address, module, settings=READING) as follower:
+                wait_until(lambda: line.down >= nbytes * 2 // 3, SECONDS)
+                optimizer.zero_grad()
+                model(torch.randn(1, 2000)).sum().backward()
+                optimizer.step()  # the cut that was begun is not the newest any more
+                line.go_on()
+                line.reset()
+                follower.wait_for(1, SECONDS)
+                assert same(parameters_of(module), parameters_of(model))
+                assert line.down < 1.8 * nbytes + nbytes  # two thirds, the rest, and what the step has changed
+
+
+def test_a_reader_that_does_not_read_keeps_nobody_up(tmp_path):
+    module = make_model(1)
+    with LocalServer(cut_seconds=0.01) as server, training(server) as run:
+        run.steps()
+        with Line(server.addresses[0]) as line, psclient.follow(line.address, module, settings=READING) as follower:
+            follower.wait_for(1, SECONDS)
+            line.stop_at("down", line.down)
+            began = time.monotonic()
+            version = run.steps(20)
+            assert time.monotonic() - began < SECONDS
+            assert follower.ready
+            line.go_on()
+            line.reset()
+            follower.wait_for(version, SECONDS)
+            assert same(parameters_of(module), run.versions[version])
+
+
+def test_the_end_of_a_run_is_told_and_its_last_version_held():
+    module = make_model(1)
+    with (
+        LocalServer(end_versions=5) as server,
+        training(server) as run,
+        psclient.follow(server, module, settings=READING) as follower,
+    ):
+        run.steps(5)
+        wait_until(lambda: follower.finished, SECONDS)
+        assert same(parameters_of(module), run.versions[5])
+        with pytest.raises(errors.FollowerNotReadyError, match="the run is over"):
+            follower.wait_for(6, SECONDS)
+
+
+def test_a_closed_follower_says_so_and_keeps_its_model():
+    module = make_model(1)
+    with LocalServer() as server, training(server) as run:
+        run.steps()
+        follower = psclient.follow(server, module, settings=READING)
+        follower.wait_for(1, SECONDS)
+        refused = []
+
+        def wait():
+            try:
+                follower.wait_for(99)
+            except errors.FollowerNotReadyError as error:
+                refused.append(error)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        follower.close()
+        waiting.join(SECONDS)
+        assert len(refused) == 1
+        assert follower.ready
+        assert same(parameters_of(module), run.versions[1])
+        follower.close()
+
+
+def test_a_module_of_another_model_ends_the_follower_with_its_reason():
+    with LocalServer() as server, training(server) as run:
+        run.steps()
+        with psclient.follow(server, torch.nn.Linear(3, 3), settings=READING) as follower:
+            with pytest.raises(errors.FollowerNotReadyError, match=r"0\.weight"):
+                follower.wait_for(0, SECONDS)
+            assert isinstance(follower.error, errors.ConfigurationError)
+            assert follower.is_over
+
+
+def test_a_follower_needs_a_server():
+    with pytest.raises(errors.ConfigurationError, match="no server is named"):
+        psclient.follow(None, make_model(), settings=ClientSettings())
+
+
+def test_readers_of_the_status_and_their_versions(tmp_path):
+    module = make_model(1)
+    with LocalServer(cut_seconds=0.01) as server, training(server) as run:
+        run.steps()
+        with psclient.follow(server, module, settings=READING, name="evaluation") as follower:
+            version = run.steps(3)
+            follower.wait_for(version, SECONDS)
+            wait_until(lambda: f"version {version} for 1 reader" in status(server), SECONDS)
+
+
+def status(server):
+    command = [sys.executable, "-m", "psservice", "status", *server.addresses]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS).stdout
+
+
+# The command
+
+
+def follow_command(server, out, *options):
+    environment, _ = marked()
+    command = [sys.executable, "-m", "psclient", "follow", server.server.replace(",", " "), "--out", str(out), *options]
+    command[4:5] = server.addresses
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_the_command_keeps_a_directory_and_runs_another_after_each_version(tmp_path):
+    script = tmp_path / "note.py"
+    script.write_text("import os, sys; open(sys.argv[1], 'a').write(os.environ['SPARSEPS_VERSION'] + ' ')")
+    with LocalServer(cut_seconds=0.01, end_versions=6) as server, training(server) as run:
+        run.steps(2)
+        process = follow_command(server, tmp_path / "m", "--exec", f"{sys.executable} {script} {tmp_path / 'seen'}")
+        wait_until(lambda: (tmp_path / "seen").exists(), SECONDS)
+        run.steps(4)
+        output, _ = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0, output
+        about, found = loaded(tmp_path / "m")
+        assert about["version"] == 6
+        assert all(torch.equal(found[name], value) for name, value in run.versions[6].items())
+        seen = [*map(int, (tmp_path / "seen").read_text().split())]
+        assert seen == sorted(set(seen))
+        assert seen[-1] == 6
+        assert "version 6 of run" in output
+
+
+def test_once_ends_when_the_newest_version_is_there_and_fails_if_none_comes(tmp_path):
+    with LocalServer() as server, training(server) as run:
+        run.steps(3)
+        process = follow_command(server, tmp_path / "m", "--once")
+        output, _ = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0, output
+        assert loaded(tmp_path / "m")[0]["version"] == 3
+    with LocalServer() as empty:
+        process = follow_command(empty, tmp_path / "n", "--once", "--timeout", "4")
+        output, _ = process.communicate(timeout=SECONDS)
+        assert process.returncode == 1
+        assert "no worker has uploaded" in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_command_well(tmp_path, number):
+    with LocalServer() as server, training(server) as run:
+        run.steps()
+        process = follow_command(server, tmp_path / "m")
+        wait_until(lambda: (tmp_path / "m" / "model.safetensors.index.json").exists(), SECONDS)
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0, output
