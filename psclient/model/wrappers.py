@@ -1,28 +1,42 @@
 """Modules around a model that compute what it computes: the model inside has the names that a saved file needs."""
 
 import functools
+import sys
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 
-@functools.cache
 def wrappers() -> dict[type[torch.nn.Module], str]:
-    """Return the classes of modules that call a module inside, and its name there."""
-    from torch._dynamo import OptimizedModule  # slow imports, done before: by the first torch.optim.Optimizer
+    """Return the classes of modules that call a module inside, and its name there.
 
-    found: dict[type[torch.nn.Module], str] = {
-        OptimizedModule: "_orig_mod",
-        DataParallel: "module",
-        DistributedDataParallel: "module",
-    }
-    if dist.is_available():
+    Without those that nothing has imported: no module is of such a class, and the import takes a second.
+    """
+    return _wrappers(*(name in sys.modules for name in ("torch._dynamo.eval_frame", *_OF_DISTRIBUTED)))
+
+
+_OF_DISTRIBUTED = (
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+    "torch.distributed.fsdp.fully_sharded_data_parallel",
+)
+
+
+@functools.cache
+def _wrappers(compiles: bool, checkpoints: bool, shards: bool) -> dict[type[torch.nn.Module], str]:
+    found: dict[type[torch.nn.Module], str] = {DataParallel: "module", DistributedDataParallel: "module"}
+    if compiles:
+        from torch._dynamo.eval_frame import OptimizedModule
+
+        found[OptimizedModule] = "_orig_mod"
+    if checkpoints:
         from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
-        from torch.distributed.fsdp import FullyShardedDataParallel
 
-        found |= {ActivationWrapper: "_checkpoint_wrapped_module", FullyShardedDataParallel: "_fsdp_wrapped_module"}
+        found[ActivationWrapper] = "_checkpoint_wrapped_module"
+    if shards:
+        from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+
+        found[FullyShardedDataParallel] = "_fsdp_wrapped_module"
     return found
 
 

@@ -1,6 +1,6 @@
 """The cuts of a shard: made while readers ask for them, and the newest few kept.
 
-Shard 0 names a cut by a number. Every shard opens its values at the version that it then has, and tells shard 0 this
+Shard 0 names a cut by a number. Every shard brings its shadow to the version that it then has, and tells shard 0 this
 version and the digest; once all have, the cut may be read. The versions of a cut are those of one moment within a round
 trip between shards. So in an asynchronous run a cut of several shards may have a push in one shard and not yet in
 another, as every worker's replica may.
@@ -13,10 +13,13 @@ import time
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
+from pscore.model.modelfile import StateDict
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.cuts.readers import Readers
+from psservice.cuts.shadow import Shadow
 from psservice.cuts.shard_cut import ShardCut
 from psservice.model.parameters import ModelShard
+from psservice.replies.exact_reply import ParameterThread
 from psservice.storage.environment import Environment
 
 log = logging.getLogger(__name__)
@@ -58,13 +61,19 @@ class CutShard(Protocol):
     def model(self) -> ModelShard | None: ...  # noqa: D102
 
     @property
+    def apply_thread(self) -> ParameterThread: ...  # noqa: D102
+
+    @property
     def environment(self) -> Environment: ...  # noqa: D102
 
-    def open_cut(self, number: int) -> ShardCut:
-        """Open the values at a durable version; raises :class:`Rejected`."""
+    def buffers_now(self) -> StateDict:
+        """Return the buffers by name; none if the shard has none."""
 
-    def has_room_for_cuts(self) -> bool:
-        """Tell whether what answers have kept for them is within its limit."""
+    def wait_until_durable(self) -> None:
+        """Wait until every version so far is durable; raises :class:`Rejected`."""
+
+    def has_room_for_cuts(self, nbytes: int) -> bool:
+        """Tell whether what is kept for answers is within its limit with so many bytes more."""
 
     def tell_shards(self) -> None:
         """Have the other shards hear of :attr:`Cuts.wanted`, and waiting calls look at their conditions."""
@@ -86,6 +95,7 @@ class Cuts:
     def __init__(self, shard: CutShard, interval_seconds: float, num_shards: int) -> None:
         self._shard, self._interval, self._num_shards = shard, interval_seconds, num_shards
         self._clock = shard.environment.monotonic
+        self._shadow: Shadow | None = None
         self._kept: list[ShardCut] = []  # the oldest first
         self._told: dict[int, ShardVersion] = {}  # by the index of the shard, of the wanted cut
         self._lock = threading.Lock()
@@ -96,6 +106,12 @@ class Cuts:
         self.newest: Cut | None = None
         self.wanted = 0
         self.readers = Readers(self._clock)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept for readers."""
+        shadow = self._shadow
+        return 0 if shadow is None else shadow.nbytes
 
     # Questions
 
@@ -111,7 +127,7 @@ class Cuts:
         """Return this shard's part of a cut; raises :class:`Rejected` (``NO_SUCH_CUT``)."""
         with self._lock:
             for cut in reversed(self._kept):
-                if cut.digest and (cut.generation, cut.version, cut.digest) == version:
+                if (cut.generation, cut.version, cut.digest) == version:
                     return cut
         number, generation = version.version, version.generation
         raise Rejected(
@@ -126,22 +142,25 @@ class Cuts:
             self.forget()
             return
         with self._lock:
-            before = self._kept[-1] if self._kept else None
-        if before is not None and before.number == number:
+            if self._kept and self._kept[-1].number == number:
+                return
+        shard, model = self._shard, self._shard.model
+        if model is None:
             return
-        if not self._shard.has_room_for_cuts():
-            with self._lock:
+        shadow = self._shadow
+        if shadow is None or shadow.model is not model:
+            self._shadow = shadow = None  # freed first
+            if not shard.has_room_for_cuts(model.theta.nbytes):
+                raise Rejected(ErrorCode.BUSY, "there is no room for readers within --memory-bytes")
+            self._shadow = shadow = Shadow(model, shard.apply_thread)
+        elif not shard.has_room_for_cuts(0):
+            with self._lock:  # what is overwritten is kept for cuts
                 self._kept, self.newest = [], None
-            before = None
-        cut = self._shard.open_cut(number)
-        if before is not None and (before.model is not cut.model or not before.digest):
-            before = None
-        if before is not None and cut.is_like(before):
-            cut.digest = before.digest
-        else:
-            cut.compute_digest(before)
+        shadow.advance()
+        cut = ShardCut(number, shadow, shard.buffers_now(), self._clock())
+        shard.wait_until_durable()
         with self._lock:
-            if cut.model is self._shard.model:  # and no other was installed meanwhile
+            if model is self._shard.model:  # and no other was installed meanwhile
                 self._kept = [*self._kept, cut][-_KEPT:]
 
     def own(self) -> tuple[int, ShardVersion | None]:
@@ -211,7 +230,7 @@ class Cuts:
             goes_on = not self._stopping.is_set() and self._clock() < self._asked_at + _IDLE_SECONDS
             had_readers = self.wanted != 0
             if not goes_on:  # the next question starts a thread
-                self._kept, self.newest, self.wanted, self._thread = [], None, 0, None
+                self._kept, self.newest, self.wanted, self._thread, self._shadow = [], None, 0, None, None
         if goes_on:
             self.make_if_due()
         elif had_readers and self._num_shards > 1:
@@ -221,7 +240,7 @@ class Cuts:
     def forget(self) -> None:
         """Keep no cut; readers go on with the next one."""
         with self._lock:
-            self._kept, self.newest, self.wanted = [], None, 0
+            self._kept, self.newest, self.wanted, self._shadow = [], None, 0, None
 
     def close(self) -> None:
         """Stop the thread."""

@@ -1,21 +1,19 @@
 """One shard's part of a cut: its values at one version, their digest, and the replies that bring readers there."""
 
 import hashlib
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from pscore.model.buffers import pack
-from pscore.model.digest import ModelDigest
 from pscore.model.layout import Span
 from pscore.model.modelfile import StateDict
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.frames import WireForm
+from psservice.cuts.shadow import Shadow
 from psservice.model.changelog import ALMOST_ALL, most_changed, union
-from psservice.model.parameters import ModelShard
 from psservice.model.shared_results import SharedResults
 from psservice.replies.exact_reply import SPARSE_ENTRY_BYTES, ModelValues, Reserve
 from psservice.replies.shared_reply import DenseMessages, ReplyMessages, SharedReply
@@ -31,50 +29,23 @@ class Held(NamedTuple):
 
 
 class ShardCut:
-    """A shard's values in a cut. Made on the apply thread, read from any.
-
-    What is overwritten is kept for it as long as somebody refers to it, or to a reply of everything.
+    """A shard's values in a cut; from any thread.
 
     Attributes:
         number: names the cut at all shards.
-        version, generation: of the shard's values.
+        version, generation: of the shard's values; ``digest`` is theirs.
         buffers: the model's buffers, end to end; ``buffers_digest`` is theirs; both empty if there are none.
-        digest: of the values; empty before :meth:`compute_digest`.
         made: when, by the clock of the shard's environment.
     """
 
-    def __init__(self, number: int, model: ModelShard, buffers: StateDict, made: float) -> None:
-        self.number, self.model, self.made = number, model, made
-        self.version, self.generation = model.version, model.generation
-        self.buffers = pack(buffers[spec.name] for spec in model.layout.buffers) if buffers else b""
+    def __init__(self, number: int, shadow: Shadow, buffers: StateDict, made: float) -> None:
+        self.number, self.model, self.made = number, shadow.model, made
+        self.version, self.digest, self.generation = shadow.version, shadow.digest, shadow.model.generation
+        self.buffers = pack(buffers[spec.name] for spec in self.model.layout.buffers) if buffers else b""
         digest = hashlib.blake2b(self.buffers, digest_size=_BUFFERS_DIGEST_BYTES).digest()
         self.buffers_digest = digest if self.buffers else b""
-        self.digest = b""
-        self._values = ModelValues(model, model.changelog.appended, model.version, model.open_values())
-        weakref.finalize(self._values, self._values.values.close).atexit = False
-        self._replies = SharedResults(4 * model.span.length)
-
-    def compute_digest(self, before: "ShardCut | None") -> None:
-        """Compute the digest, from that of an earlier cut of the same model if there is one; on any thread."""
-        model = self.model
-        changed = None if before is None else before._values.values.overwritten(self._values.values)
-        if before is None or changed is None or changed.numel() > ALMOST_ALL / 2 * model.span.length:
-            digest = ModelDigest(model.layout)
-            for part in self._values.parts(model.span):
-                digest.add(part.cpu())
-        else:
-            digest = ModelDigest(model.layout, before.digest)
-            digest.remove(before.entries(changed))
-            digest.add(self.entries(changed))
-        self.digest = digest.value
-
-    def entries(self, offsets: torch.Tensor) -> SparseSlice:
-        """Return the values at offsets from the shard's first index (int64, ascending), on the host."""
-        return SparseSlice(self.model.span, offsets, self._values.values.gather(offsets)).cpu()
-
-    def is_like(self, other: "ShardCut") -> bool:
-        """Tell whether another cut is known to have the same values."""
-        return other.model is self.model and other.version == self.version and self.model.versions_name_values
+        self._values = shadow.values()
+        self._replies = SharedResults(4 * self.model.span.length)
 
     def reply(self, held: Sequence[Held], form: WireForm, chunk_bytes: int, reserve: Reserve) -> SharedReply:
         """Return what a reader lacks; readers that have the same share it, and the one that makes it calls ``reserve``.

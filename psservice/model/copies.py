@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 
 from psservice.model import union_loops
-from psservice.model.changelog import union
 from psservice.rules.changed import offset_dtype
 
 _SMALL = 4096
@@ -37,12 +36,6 @@ class TensorCopy(Protocol):
 
     def gather(self, offsets: torch.Tensor) -> torch.Tensor:
         """Return the elements at offsets (int64, ascending) of the flat tensor."""
-
-    def overwritten(self, until: "TensorCopy") -> torch.Tensor | None:
-        """Return the offsets (int64, ascending) of what was overwritten before a later copy of the tensor was opened.
-
-        ``None``: perhaps everything.
-        """
 
     def release(self, end: int) -> None:
         """Note that no element before ``end`` is read any more."""
@@ -102,8 +95,8 @@ class _Watched:
         self.kept: list[_Kept] = []
         self.copies: set[_OpenCopy] = set()
 
-    def find_new(self, kept: _Kept, offsets: torch.Tensor, first: int) -> torch.Tensor:
-        """Mark elements, and return those from ``first`` on that had no mark."""
+    def keep_new(self, kept: _Kept, offsets: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mark elements, and return the offsets from ``first`` on that had no mark, and the values there."""
         size = self.flat.numel()
         if not self.flat.is_cpu:
             if kept.marks is None:
@@ -111,12 +104,22 @@ class _Watched:
             assert isinstance(kept.marks, torch.Tensor)
             new = offsets[~kept.marks[offsets] & (offsets >= first)]
             kept.marks[new] = True
-            return new.to(offset_dtype(size))
+            return new.to(offset_dtype(size)), values_at(self.flat, new)
         if kept.marks is None:
             kept.marks = np.zeros(-(-size // 64), np.uint64)
         found = torch.empty(offsets.numel(), dtype=offset_dtype(size), device="cpu")
         loop = union_loops.mark_new.on(offsets.numel())
-        return found[: loop(kept.marks, offsets.long().numpy(), first, found.numpy())].clone()
+        found = found[: loop(kept.marks, offsets.long().numpy(), first, found.numpy())].clone()
+        return found, values_at(self.flat, found)
+
+
+def values_at(flat: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a flat tensor at offsets, in this thread."""
+    if not flat.is_cpu:
+        return flat[offsets]
+    values = torch.empty(offsets.numel(), dtype=flat.dtype, device="cpu")
+    union_loops.take.on(offsets.numel())(flat.numpy(), offsets.numpy(), values.numpy())
+    return values
 
 
 class CopyOnWrite:
@@ -153,11 +156,13 @@ class CopyOnWrite:
             with self._lock:
                 kept.rest = rest
                 kept.kept_bytes += rest[1].nbytes
-        elif (new := watched.find_new(kept, offsets, first)).numel():
-            entries = new, watched.flat[new]
+        else:
+            entries = watched.keep_new(kept, offsets, first)
+            if not entries[0].numel():
+                return
             with self._lock:
                 kept.entries.append(entries)
-                kept.kept_bytes += entries[0].nbytes + entries[1].nbytes
+                kept.kept_bytes += sum(each.nbytes for each in entries)
 
     def open(self, tensor: torch.Tensor) -> TensorCopy:
         """Open a copy of a tensor as it is."""
@@ -183,12 +188,6 @@ class CopyOnWrite:
         with self._lock:
             kept = copy.watched.kept
             return kept[kept.index(copy.kept) :]
-
-    def kept_between(self, copy: "_OpenCopy", later: "_OpenCopy") -> list[_Kept]:
-        """Return what was kept from the opening of a copy until that of a later one of the same tensor."""
-        with self._lock:
-            kept = copy.watched.kept
-            return kept[kept.index(copy.kept) : kept.index(later.kept)]
 
     def close(self, copy: "_OpenCopy") -> None:
         """Drop a copy, and what no other needs."""
@@ -227,22 +226,10 @@ class _OpenCopy:
         return values
 
     def gather(self, offsets: torch.Tensor) -> torch.Tensor:
-        flat = self.watched.flat
-        values = torch.from_numpy(flat.numpy()[offsets.numpy()]) if flat.is_cpu else flat[offsets]
+        values = values_at(self.watched.flat, offsets)
         for kept in reversed(self._owner.kept_since(self)):
             kept.write_at(values, offsets)
         return values
-
-    def overwritten(self, until: TensorCopy) -> torch.Tensor | None:
-        if not isinstance(until, _OpenCopy) or until.watched is not self.watched:
-            return None
-        between = self._owner.kept_between(self, until)
-        if any(kept.rest is not None for kept in between):
-            return None
-        changed = [offsets for kept in between for offsets, _ in kept.entries]
-        found = union(changed, self.watched.flat.numel())
-        assert found is not None  # each has offsets
-        return found.to(self.watched.flat.device).long()
 
     def release(self, end: int) -> None:
         self.position = max(self.position, end)
@@ -270,9 +257,6 @@ class _Whole:
 
     def gather(self, offsets: torch.Tensor) -> torch.Tensor:
         return self._tensor.reshape(-1)[offsets]
-
-    def overwritten(self, until: TensorCopy) -> torch.Tensor | None:
-        return None
 
     def release(self, end: int) -> None:
         pass
@@ -306,9 +290,6 @@ class _Mean:
         for copy in self._copies[1:]:
             total.add_(copy.gather(offsets))
         return total.div_(len(self._copies))
-
-    def overwritten(self, until: TensorCopy) -> torch.Tensor | None:
-        return None
 
     def release(self, end: int) -> None:
         for copy in self._copies:

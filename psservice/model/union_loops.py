@@ -9,6 +9,7 @@ from pscore.jit import compiled
 _0, _1, _2, _4, _6, _56 = (np.uint64(number) for number in (0, 1, 2, 4, 6, 56))
 _PAIRS, _FOURS, _EIGHTS = (np.uint64(mask) for mask in (0x5555555555555555, 0x3333333333333333, 0x0F0F0F0F0F0F0F0F))
 _ONES = np.uint64(0x0101010101010101)
+_FEW = 16  # times fewer entries, from which on each is searched
 
 
 @compiled
@@ -43,6 +44,13 @@ def mark_new(words, offsets, first, found):
 
 
 @compiled
+def take(x, offsets, values):
+    """``values = x[offsets]``."""
+    for i in range(offsets.size):
+        values[i] = x[offsets[i]]
+
+
+@compiled
 def gather(words, x, offsets, values):
     """Write the offsets of the bits that are set, ascending, and ``x`` there; without ``x`` offsets only.
 
@@ -64,6 +72,14 @@ def gather(words, x, offsets, values):
 def overwrite(offsets, values, later_offsets, later_values):
     """Replace the values at offsets that are in both lists, which ascend, by the second list's."""
     i = 0
+    if later_offsets.size > offsets.size // _FEW:
+        for j in range(later_offsets.size):
+            offset = later_offsets[j]
+            while i < offsets.size and offsets[i] < offset:
+                i += 1
+            if i < offsets.size and offsets[i] == offset:
+                values[i] = later_values[j]
+        return
     for j in range(later_offsets.size):
         offset, step = later_offsets[j], 1
         while i + step < offsets.size and offsets[i + step] <= offset:  # gallop: one list may be far longer
@@ -84,6 +100,8 @@ def warm_up() -> None:
     for dtype in (np.int32, np.int64):
         mark(words, np.zeros(1, dtype))
     mark_new(words, offsets, 0, np.zeros(1, np.int32))
+    for dtype in (np.int32, np.int64):
+        take(x, np.zeros(1, dtype), values)
     for dtype in (np.int32, np.int64):
         overwrite(offsets, values, np.zeros(1, dtype), values)
     gather(words, None, offsets, None)

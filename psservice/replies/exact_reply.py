@@ -56,6 +56,13 @@ class ModelValues:
     version: int
     values: TensorCopy
 
+    @classmethod
+    def opened(cls, model: ModelShard, position: int, version: int, values: TensorCopy) -> "ModelValues":
+        """Return an open copy, which is closed when nobody has it any more."""
+        found = cls(model, position, version, values)
+        weakref.finalize(found, values.close).atexit = False
+        return found
+
     def read(self, part: Span) -> torch.Tensor:
         """Return the values of a part, fp32 ``[part.length]``."""
         start = self.model.span.start
@@ -83,33 +90,44 @@ class ExactReplies:
         Workers that ask for the same share the reply, and the one that makes it reserves its bytes. Raises
         :class:`Rejected` (``BUSY``, ``NON_FINITE``).
         """
-        model = self.model
-        before, position = model.changes, model.changelog.appended
-        changes = None if base is None else model.changelog.since(base)
-        base = None if changes is None else base  # everything is sent, whatever the base is
+        model, position = self.model, self.model.changelog.appended
+        if base is not None and model.changelog.since(base) is None:
+            base = None  # everything is sent, whatever the base is
 
         def make() -> SharedReply:
-            most = most_changed(changes, model.span.length)
-            if changes is None or most is None or had.end < model.span.end:
+            found = None if base is None or had.end < model.span.end else self.read(base)
+            if found is None:
                 return self.of(self.copy(), base, had, form)
-            self.reserve(SPARSE_ENTRY_BYTES * most)
-            found = gather(changes, model.theta)
-            late = None if found is None else self._late(before, position)
-            if found is None or late is None:  # everything has changed meanwhile
-                return self.of(self.copy(), base, had, form)
-            now, version, values = late
-            return self.sparse(now, version, [SparseSlice(model.span, *_merged(found, values))], form)
+            now, version, changed = found
+            return self.sparse(now, version, [SparseSlice(model.span, *changed)], form)
 
         return model.replies.get((base, had.end, form), position, make)
+
+    def read(self, base: int) -> tuple[int, int, Entries] | None:
+        """Read what has changed since a version; return position and version, and the entries then.
+
+        ``None`` if everything has changed, or it is not known what. Raises :class:`Rejected` (``BUSY``).
+        """
+        model = self.model
+        before, position = model.changes, model.changelog.appended
+        changes = model.changelog.since(base)
+        most = most_changed(changes, model.span.length)
+        if changes is None or most is None:
+            return None
+        self.reserve(SPARSE_ENTRY_BYTES * most)
+        found = gather(changes, model.theta)
+        late = None if found is None else self._late(before, position)
+        if found is None or late is None:  # everything has changed meanwhile
+            return None
+        now, version, values = late
+        return now, version, _merged(found, values)
 
     def copy(self) -> ModelValues:
         """Open a copy of all values."""
         model = self.model
-        found = self.apply_thread.run(
-            lambda: ModelValues(model, model.changelog.appended, model.version, model.open_values())
+        return self.apply_thread.run(
+            lambda: ModelValues.opened(model, model.changelog.appended, model.version, model.open_values())
         )
-        weakref.finalize(found, found.values.close).atexit = False
-        return found
 
     def of(self, copy: ModelValues, base: int | None, had: Span, form: WireForm) -> SharedReply:
         """Build the reply from a copy instead of the live parameters; never shared."""

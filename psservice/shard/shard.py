@@ -13,13 +13,13 @@ from typing import NamedTuple
 import torch
 
 from pscore.model.layout import Span
+from pscore.model.modelfile import StateDict
 from pscore.model.sparse_slice import SparseSlice
 from pscore.selection import SELECTORS
 from pscore.wire.codecs.names import VALUE_CODECS
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.apply_thread import ApplyThread
 from psservice.cuts.cuts import Cuts
-from psservice.cuts.shard_cut import ShardCut
 from psservice.durability.durability import Durability, Prepared
 from psservice.durability.final_model import FinalModel, ModelCopy
 from psservice.membership.admission import Admission, DrainGate
@@ -259,28 +259,26 @@ class Shard:
 
     def copy_now(self) -> ModelCopy:
         """Copy the shard's values at the current version; on the apply thread. The copy must be closed."""
+        return ModelCopy(self.require_model(None), self.buffers_now())
+
+    def buffers_now(self) -> StateDict:
+        """Return the buffers by name; none if the shard has none."""
         buffers = self.state.buffers
-        return ModelCopy(self.require_model(None), buffers.state() if buffers else {})
+        return buffers.state() if buffers else {}
 
-    def open_cut(self, number: int) -> ShardCut:
-        """Open the shard's values for readers, at a version that is durable."""
-
-        def open_now() -> ShardCut:
-            model, buffers = self.require_model(None), self.state.buffers
-            return ShardCut(number, model, buffers.state() if buffers else {}, self.environment.monotonic())
-
-        cut = self.apply_thread.run(open_now)
+    def wait_until_durable(self) -> None:
+        """Wait until every version so far is durable; raises :class:`Rejected` (``NOT_DURABLE``)."""
         self.durability.records.wait()
-        return cut
 
-    def has_room_for_cuts(self) -> bool:
-        """Tell whether what is kept for answers, of which cuts have a part, is within its limit."""
-        return not self.memory.exceeds(0, self.memory.kept())
+    def has_room_for_cuts(self, nbytes: int) -> bool:
+        """Tell whether what is kept for answers, of which cuts have a part, has room for so many bytes more."""
+        return not self.memory.exceeds(nbytes, self.memory.kept())
 
     def _kept(self) -> Kept:
         kept = Kept() if (model := self.model) is None else model.kept()
-        of_replaced = sum([copies.held_bytes for each in self._replaced if (copies := each()) is not None])
-        return kept._replace(copies=kept.copies + of_replaced) if of_replaced else kept
+        others = sum([copies.held_bytes for each in self._replaced if (copies := each()) is not None])
+        others += self.cuts.nbytes
+        return kept._replace(copies=kept.copies + others) if others else kept
 
     def _sum_bytes(self) -> int:
         return 0 if (model := self.model) is None else model.sum_bytes

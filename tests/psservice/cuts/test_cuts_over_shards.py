@@ -65,7 +65,7 @@ def test_the_interval_between_cuts_is_kept():
 def test_nothing_is_kept_for_readers_before_one_asks_and_after_the_last_has_gone():
     with serving(LAYOUT, VALUES, cut_seconds=0.01) as shard:
         push(shard, 1, {1: 1.0})
-        assert shard.model.copies.nbytes == 0
+        assert shard.cuts.nbytes == 0
         clock = shard.cuts._clock = Clock()
         shard.cuts.ask()
         thread = shard.cuts._thread
@@ -73,7 +73,7 @@ def test_nothing_is_kept_for_readers_before_one_asks_and_after_the_last_has_gone
         clock.now = 1e6
         thread.join()
         assert shard.cuts.newest is None
-        assert shard.model.copies.nbytes == 0
+        assert shard.cuts.nbytes == 0
         assert shard.cuts.wanted == 0
 
 
@@ -146,4 +146,4 @@ def test_the_last_reader_of_several_shards_frees_all_of_them():
         assert other.cuts.own() == (0, None)
         for shard in shards:
             push(shard, 1, {1: 1.0, 9001: 1.0})
-            assert shard.model.copies.nbytes == 0
+            assert shard.cuts.nbytes == 0

@@ -2,6 +2,7 @@
 
 import json
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode
 from pscore.wire.frames import WireForm
+from psservice.cuts.shadow import Shadow
 from psservice.cuts.shard_cut import Held, ShardCut
 from psservice.durability.capture import shard_kind
 from psservice.model import copies
 from psservice.model.training_mode import TrainingMode
+from psservice.replies import exact_reply
 from psservice.rules.base import PushContext
 from psservice.settings import ShardSettings
 from tests.psservice.service_makers import BF16, F16, F32, bits, layout_of, segments_of
@@ -77,10 +80,16 @@ def rounded(model):
     return model.rounded(model.current())
 
 
-def cut_of(model, number, before):
-    cut = ShardCut(number, model, {}, 0.0)
-    cut.compute_digest(before)
-    return cut, rounded(model)
+class Here:
+    """Runs the apply thread's jobs at once."""
+
+    def run(self, job):
+        return job()
+
+
+def cut_of(shadow, number):
+    shadow.advance()
+    return ShardCut(number, shadow, {}, 0.0), rounded(shadow.model)
 
 
 def digest_of(model, values):
@@ -110,10 +119,11 @@ def written(model, values, reply):
 def test_from_any_version_a_reader_gets_the_values_at_the_cut(method, events, num_shards, ledger_multiple, seed):
     draw, steps, others = random.Random(seed), {}, []
     model = model_of(method, num_shards, num_shards - 1, ledger_multiple)
-    cuts = [cut_of(model, 1, None)]
+    shadow = Shadow(model, Here())
+    cuts = [cut_of(shadow, 1)]
     for event in events:
         if event == "cut":
-            cuts.append(cut_of(model, len(cuts) + 1, cuts[-1][0]))
+            cuts.append(cut_of(shadow, len(cuts) + 1))
         elif event == "copy":
             others.append(model.open_values())
         else:
@@ -145,20 +155,59 @@ def test_from_any_version_a_reader_gets_the_values_at_the_cut(method, events, nu
 
 def test_readers_of_one_base_share_a_reply_and_dropped_cuts_keep_nothing():
     model, steps = model_of("subtract"), {}
-    first, _ = cut_of(model, 1, None)
+    shadow = Shadow(model, Here())
+    first, _ = cut_of(shadow, 1)
     push(model, 0.05, random.Random(0), steps)
-    second, values = cut_of(model, 2, first)
+    second, values = cut_of(shadow, 2)
     held, reserved = [Held(model.span, 0)], []
     replies = [second.reply(held, WireForm(), 64, reserved.append) for _ in range(3)]
     assert replies[0] is replies[1] is replies[2]
     assert len(reserved) == 1
     dense = second.reply([Held(model.span, None)], WireForm(), 64, reserved.append)
     push(model, 0.5, random.Random(1), steps)
+    assert model.copies.nbytes == 0  # pushes keep nothing for readers
+    shadow.advance()
     del first, second, replies
-    assert model.copies.nbytes > 0  # for the reply of everything, which is read as it is sent
+    assert shadow.nbytes > model.theta.nbytes  # for the reply of everything, which is read as it is sent
     assert bits(written(model, torch.zeros_like(values), dense)) == bits(values)
     del dense
-    assert model.copies.nbytes == 0
+    assert shadow.nbytes == model.theta.nbytes
+
+
+def test_pushes_that_come_while_a_shadow_is_brought_forward_are_in_it():
+    model, steps = model_of("subtract"), {}
+    shadow = Shadow(model, Here())
+    draw = random.Random(0)
+    for densities in ((0.05,), (0.05, 0.3), (1.0,), (0.01,)):
+        push(model, 0.05, draw, steps)
+
+        def meanwhile(densities=densities):
+            for density in densities:
+                push(model, density, draw, steps)
+
+        real = exact_reply.gather
+
+        def gather(changes, theta, real=real):
+            found = real(changes, theta)
+            meanwhile()  # after the values were read: the apply thread must be asked what has changed
+            return found
+
+        with mock.patch.object(exact_reply, "gather", iter_of(gather, real)):
+            cut, values = cut_of(shadow, 1)
+        assert cut.version == model.version
+        reply = cut.reply([Held(model.span, None)], WireForm(), 64, lambda nbytes: None)
+        assert bits(written(model, torch.zeros_like(values), reply)) == bits(values)
+        assert cut.digest == digest_of(model, values)
+
+
+def iter_of(first, *others):
+    """Call these functions one after another; the last one from then on."""
+    functions = [first, *others]
+
+    def call(*arguments):
+        return (functions.pop(0) if len(functions) > 1 else functions[0])(*arguments)
+
+    return call
 
 
 BAD_PARTS = {
@@ -173,7 +222,7 @@ BAD_PARTS = {
 
 @pytest.mark.parametrize("name", BAD_PARTS)
 def test_parts_that_do_not_cover_the_shard_are_refused(name):
-    cut, _ = cut_of(model_of("subtract"), 1, None)
+    cut, _ = cut_of(Shadow(model_of("subtract"), Here()), 1)
     held = [Held(Span(start, end), version) for start, end, version in BAD_PARTS[name]]
     assert LAYOUT.size == 948
     assert reason_of(cut.reply, held, WireForm(), 64, lambda nbytes: None) is ErrorCode.BAD_REQUEST

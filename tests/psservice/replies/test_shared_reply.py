@@ -13,7 +13,7 @@ from pscore.wire.frames import WireForm
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model.shared_results import SharedResults
 from psservice.replies.shared_reply import ReplyMessages, SharedReply
-from psservice.shard.pull import _link_class
+from psservice.shard.pull import link_class
 from tests.psservice.service_makers import F32, Link, chunks_of, layout_of, new_replica, shard_of, sparse_push, writing
 from tests.psservice.shard_makers import ANNA, BERT, join, present, pull, push, serving
 
@@ -149,9 +149,9 @@ def test_workers_that_ask_for_the_same_share_a_reply_until_the_next_push():
 
 
 def test_links_of_one_class_share_replies():
-    assert [_link_class(rate) for rate in (0.0, -1.0, float("nan"), float("inf"))] == [0.0] * 4
-    assert _link_class(1.1e9) == _link_class(1.2e9)
-    assert _link_class(1e6) < _link_class(1e9)
+    assert [link_class(rate) for rate in (0.0, -1.0, float("nan"), float("inf"))] == [0.0] * 4
+    assert link_class(1.1e9) == link_class(1.2e9)
+    assert link_class(1e6) < link_class(1e9)
     with serving(LAYOUT, torch.randn(LAYOUT.size)) as shard:
         join(shard, LAYOUT, BERT)
         push(shard, 1, {3: 1.0})
