@@ -46,6 +46,7 @@ log = logging.getLogger("psclient")
 _ATTEMPT_SECONDS = 10.0  # for a lost server, before everything is looked up anew
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
 _CLOSING_SECONDS = 5.0
+_COMPLAINT_SECONDS = 60.0
 _FIRST_WAIT_SECONDS = 1.0  # for a model, before the server's word that there is none is passed on
 _GONE = (ErrorCode.NO_SUCH_CUT, ErrorCode.STALE_GENERATION, ErrorCode.NOT_INITIALISED)
 """Refusals after which the newest cut is asked for again."""
@@ -93,6 +94,7 @@ class Follower:
         self._is_waiting = False  # for a cut newer than the one here
         self._has_finished = False
         self._error: BaseException | None = None
+        self._complained = 0.0
         self._is_over = False
         self._layout: ModelLayout | None = None
         self._connections: list[Connection] = []
@@ -222,13 +224,17 @@ class Follower:
                 log.exception("following has failed; it is tried again")
                 self._note(error)
             self._is_waiting = False
+            if not isinstance(self._error, RolledBackError):
+                self._known = None  # what could not be done is tried again with the newest cut
             self._disconnect()
             pause(delay)
             delay = min(2 * delay, _LONGEST_PAUSE_SECONDS)
         self._end(None)
 
     def _note(self, error: BaseException) -> None:
-        if str(error) != str(self._error):
+        now = time.monotonic()
+        if type(error) is not type(self._error) or now > self._complained + _COMPLAINT_SECONDS:
+            self._complained = now
             held = f"version {self._cut.version} stays" if self._cut is not None else "there is no model yet"
             log.warning("not following now (%s): %s", held, error)
         self._error = error
@@ -257,13 +263,16 @@ class Follower:
         answer = self._await_cut()
         if isinstance(answer, Rejected):
             raise from_refusal(answer)
+        cut = Cut.from_message(answer.cut)
+        self._newest_version, self._known = answer.newest_version, cut
+        if cut != self._cut:
+            self._require_newer(cut)
         if answer.HasField("layout"):
             self._layout = layout_from_message(answer.layout)
             self._readers = []
         layout = self._layout
         if layout is None:
             raise ServerFaultError("the server names a cut, and not the model's tensors")
-        cut = Cut.from_message(answer.cut)
         if len(cut.shards) != len(self._connections):
             raise ConfigurationError(
                 f"the model has {len(cut.shards)} shards, and {len(self._connections)} addresses are given: name each "
@@ -274,10 +283,8 @@ class Follower:
             spans = layout.shard_spans(len(cut.shards))
             each = enumerate(zip(self._connections, spans, strict=True))
             self._readers = [ShardReader(connection, i, layout, span) for i, (connection, span) in each]
-        self._newest_version = answer.newest_version
-        self._known = cut
+            self._require_newer(cut)  # than what the sink has been found to hold
         if cut != self._cut:
-            self._require_newer(cut)
             self._go_to(cut, layout)
         with self._changed:
             self._has_finished = answer.run_state == pb.RUN_STATE_FINISHED and answer.newest_version == cut.version
@@ -313,8 +320,11 @@ class Follower:
         return RetryPolicy(_ATTEMPT_SECONDS, self._settings.deadline_seconds, "The follower goes on trying")
 
     def _require_newer(self, cut: Cut) -> None:
+        wanted = self._settings.run_id
+        if wanted and cut.run_id != wanted:
+            raise RolledBackError(f"the server has run {cut.run_id}, and this follower is for run {wanted} (run_id)")
         held = self._cut
-        if held is None or self._allow_older:
+        if held is None or self._allow_older or cut == held:
             return
         if cut.run_id != held.run_id:
             raise RolledBackError(

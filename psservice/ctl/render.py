@@ -182,7 +182,7 @@ def _shard_summary(address: str, status: pb.GetStatusResponse) -> Table:
         ("shard", f"{status.shard_index} of {status.num_shards}, on {status.device}, up {status.uptime_seconds:.0f} s"),
         ("parameters", f"{status.length:,} of {status.parameters:,}"),
         ("version", f"{status.version:,} after {status.samples:,} samples, {status.queued} requests at work"),
-        *([("read", _read(status))] if status.readers else []),
+        *([("readers", _readers(status))] if status.readers else []),
         ("kept", _kept(status)),
         ("bytes", f"{human_bytes(status.push_bytes)} pushed, {human_bytes(status.pull_bytes)} pulled "
                   f"({_word(pb.DownMode, status.settings.down_mode)}), {human_bytes(status.buffer_bytes)} of buffers"),
@@ -214,12 +214,18 @@ def _saved(status: pb.GetStatusResponse) -> str:
     return f"{human_bytes(saved_bytes(status))} of {human_bytes(dense)} ({share:.1%})"
 
 
-def _read(status: pb.GetStatusResponse) -> str:
+def _readers(status: pb.GetStatusResponse) -> str:
     """Write who follows the model, and how far behind the last one is."""
     count = f"{len(status.readers)} reader" + ("s" if len(status.readers) > 1 else "")
-    behind = max(each.behind_seconds for each in status.readers)
-    late = f", {behind:.0f} s behind at most" if behind >= 1 else ""
+    versions = max(0, max(status.cut_version - each.version for each in status.readers))
+    seconds = max(each.behind_seconds for each in status.readers)
+    late = f", {versions:,} versions and {seconds:.0f} s behind at most" if seconds >= 1 else ""
     return f"version {status.cut_version:,} for {count}{late}"
+
+
+def reader_lines(fleet: Fleet) -> list[Text]:
+    """Return a line about the readers, if there are any."""
+    return [cell(_readers(status)) for status in fleet.reached.values() if status.readers]
 
 
 def _kept(status: pb.GetStatusResponse) -> str:

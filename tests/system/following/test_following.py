@@ -313,6 +313,9 @@ def test_readers_of_the_status_and_their_versions(tmp_path):
             version = run.steps(3)
             follower.wait_for(version, SECONDS)
             wait_until(lambda: f"version {version} for 1 reader" in status(server), SECONDS)
+            with follower.hold():
+                later = run.steps(3)
+                wait_until(lambda: f"version {later} for 1 reader, 3 versions and" in status(server), SECONDS)
 
 
 def status(server):
