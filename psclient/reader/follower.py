@@ -303,7 +303,7 @@ class Follower:
             )
             known = self._known if self._readers else None
             for shard in known.shards if known is not None else ():
-                request.known.add(generation=shard.generation, version=shard.version)
+                request.known.add(**shard._asdict())
             self._is_waiting = cut is not None and known == cut
             try:
                 answer: pb.AwaitCutResponse = connection.result(

@@ -10,7 +10,6 @@ import itertools
 import logging
 import threading
 import time
-from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from pscore.model.modelfile import StateDict
@@ -88,6 +87,7 @@ class Cuts:
 
     Attributes:
         newest: the newest cut that may be read; on shard 0.
+        trouble: why no cut could be made the last time, in words; empty if one could. On shard 0.
         wanted: the number of the cut that every shard is to take part in; 0 if nobody reads. On shard 0.
         readers: that have asked; on shard 0.
     """
@@ -104,7 +104,7 @@ class Cuts:
         self._numbers = itertools.count(int.from_bytes(shard.environment.random_bytes(5), "little") + 1)
         self._asked_at = self._begun_at = float("-inf")
         self.newest: Cut | None = None
-        self.wanted = 0
+        self.wanted, self.trouble = 0, ""
         self.readers = Readers(self._clock)
 
     @property
@@ -183,14 +183,17 @@ class Cuts:
         model, now = self._shard.model, self._clock()
         if model is None or now < self._begun_at + self._interval or not self._is_wanted(model, now):
             return
-        self._begun_at = now
+        self._begun_at, number = now, next(self._numbers)
         with self._lock:
-            self.wanted, self._told = next(self._numbers), {}
+            self.wanted, self._told = number, {}
         if self._num_shards > 1:
             self._shard.tell_shards()
-        with suppress(Rejected):  # another model is on its way in, or nothing can be written: it is tried again
-            self.take_part(self.wanted)
-            self._end_if_whole()
+        try:
+            self.take_part(number)
+            self.trouble = ""
+        except Rejected as refusal:  # another model is on its way in, or nothing can be written: it is tried again
+            self.trouble = refusal.detail
+        self._end_if_whole()
 
     def _is_wanted(self, model: ModelShard, now: float) -> bool:
         newest = self.newest

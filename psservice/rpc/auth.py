@@ -37,12 +37,14 @@ class Role(IntEnum):
 class Caller:
     """Who calls; ``worker`` is the only worker that the caller may be, empty for any.
 
-    ``token`` names the token in the log, by the beginning of its hash: nobody can find the token by that.
+    ``token`` names the token in the log, by the beginning of its hash: nobody can find the token by that. ``is_shard``
+    tells whether another shard calls, by its proof.
     """
 
     role: Role
     worker: str = ""
     token: str = ""
+    is_shard: bool = False
 
     def require_worker(self, worker_id: str) -> None:
         """Check that the caller may be this worker; raises :class:`Rejected` (``PERMISSION_DENIED``)."""
@@ -120,7 +122,7 @@ class Authenticator:
         shown = _shown(metadata)
         kind, _, token = shown.partition(" ")
         if kind == _SHARD and needed is Role.READER and self._is_shard(token):
-            return Caller(Role.READER)
+            return Caller(Role.READER, is_shard=True)
         caller = self._file.content.get(_digest(token.strip())) if kind.lower() == "bearer" else None
         if caller is None:
             why = "its token is not known" if shown else "no token came with it"

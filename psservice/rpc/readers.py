@@ -36,12 +36,13 @@ class ReaderCalls:
             why = "no worker has uploaded a model yet"
             raise NotYetError(ErrorCode.NOT_INITIALISED, why, lambda: shard.model is not None)
         cut = shard.cuts.ask()
-        known = tuple((each.generation, each.version) for each in request.known)
-        is_known = cut is None or known == versions_of(cut)
+        known = tuple(ShardVersion(each.generation, each.version, each.digest) for each in request.known)
+        is_known = cut is None or known == cut.shards
         if request.reader:
             shard.cuts.readers.ask(request.reader, request.version, is_behind=not is_known)
         if is_known and ((call.wait_seconds and not call.is_late) or cut is None):
-            raise NotYetError(ErrorCode.BUSY, "there is no newer cut yet", lambda: shard.cuts.newest is not cut)
+            why = shard.cuts.trouble or "there is no newer cut yet"
+            raise NotYetError(ErrorCode.BUSY, why, lambda: shard.cuts.newest is not cut)
         layout = model.layout
         return pb.AwaitCutResponse(
             cut=self._message(cut),
@@ -86,11 +87,6 @@ class ReaderCalls:
 
     def _sent(self, nbytes: int) -> None:
         self._metrics.count("ReadCut", sent_bytes=nbytes)
-
-
-def versions_of(cut: Cut) -> tuple[tuple[int, int], ...]:
-    """Return the generation and version of each shard in a cut."""
-    return tuple((each.generation, each.version) for each in cut.shards)
 
 
 def _held(start: int, request: pb.ReadCutRequest) -> list[Held]:

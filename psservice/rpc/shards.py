@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from pscore.model.digest import DIGEST_BYTES
 from pscore.net.channels import ChannelError, Security, explain, open_channel
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.messages import place_of
@@ -15,7 +16,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psservice.awaiting import NotYetError
 from psservice.cuts.cuts import ShardVersion
-from psservice.rpc.auth import Authenticator
+from psservice.rpc.auth import Authenticator, Role
 from psservice.rpc.calls import Call
 from psservice.settings import ServerSettings
 from psservice.shard.following import follow, news_of
@@ -50,7 +51,11 @@ class ShardCalls:
             mine = place_of(settings.shard_index, settings.num_shards)
             raise Rejected(ErrorCode.SHARD_MISMATCH, f"the shard takes this server for shard {meant}; it is {mine}")
         if request.cut:
+            if not (call.caller.is_shard or call.caller.role is Role.ADMIN):
+                raise Rejected(ErrorCode.PERMISSION_DENIED, "only shards tell of their part in a cut")
             version = request.version
+            if not 0 < request.shard_index < settings.num_shards or len(version.digest) != DIGEST_BYTES:
+                raise Rejected(ErrorCode.BAD_REQUEST, "a part of a cut is of a shard, and has a digest of 16 bytes")
             told = ShardVersion(version.generation, version.version, version.digest)
             shard.cuts.hear(request.shard_index, request.cut, told)
         number, news = shard.news, news_of(shard)  # in this order: what changes from here on changes the number

@@ -48,7 +48,7 @@ class Reader:
 
     async def _advance(self):
         hosts = self.simulation.hosts
-        known = [pb.ShardVersion(generation=each[0], version=each[1]) for each in self.versions]
+        known = [pb.ShardVersion(generation=each[0], version=each[1], digest=each[2]) for each in self.versions]
         request = pb.AwaitCutRequest(
             reader=self.name, known=known, wait_seconds=self.random.choice((0.0, WAIT_SECONDS))
         )
