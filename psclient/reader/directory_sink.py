@@ -19,11 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 
 from psclient.errors import ConfigurationError
 from psclient.reader.cut import Cut
+from psclient.reader.shard_reader import digest_of_buffers
 from psclient.reader.sink import Sink, StagedCut
 from pscore.model import modelfile
+from pscore.model.buffers import pack
 from pscore.model.digest import ModelDigest, total, words_of
 from pscore.model.layout import ModelLayout, Span, TensorSpec
 from pscore.model.sparse_slice import SparseSlice
@@ -58,8 +61,8 @@ class DirectorySink(Sink):
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = self._locked()
+        self._lock = -1
+        self._make()
         self._layout: ModelLayout | None = None
         self._groups: list[range] = []  # of positions of parameters, one a file
         self._held: Cut | None = None
@@ -68,12 +71,16 @@ class DirectorySink(Sink):
         self._before: set[str] = set()  # files of the version before
 
     def open(self, layout: ModelLayout) -> Cut | None:
-        """Return the cut that the index names, if its files are whole."""
-        if self._layout is None or layout.fingerprint != self._layout.fingerprint:
-            self._layout, self._groups = layout, _grouped(layout)
-            self._held, self._files = self._found(layout)
-            self._remove_others()
+        """Read the directory; return the cut that the index names, if its files are whole."""
+        self._make()
+        self._layout, self._groups = layout, _grouped(layout)
+        self._held, self._files = self._found(layout)
+        self._remove_others()
         return self._held
+
+    def buffers(self) -> bytes:
+        """Return the buffers in their file."""
+        return self._packed(self._files.buffers) if self._files.buffers else b""
 
     def read(self, entries: SparseSlice) -> SparseSlice:
         """Return the values in the files at the places of these entries."""
@@ -145,7 +152,16 @@ class DirectorySink(Sink):
             os.close(self._lock)
             self._lock = -1
 
-    def _locked(self) -> int:
+    def _make(self) -> None:
+        """Make the directory if it is not there, and lock it if its lock is not ours."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        if self._lock >= 0:
+            try:
+                if os.path.samestat(os.fstat(self._lock), (self.path / _LOCK).stat()):
+                    return
+            except FileNotFoundError:
+                pass
+            self.close()
         lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -154,7 +170,16 @@ class DirectorySink(Sink):
             raise ConfigurationError(
                 f"another follower writes to {self.path}: give each a directory of its own"
             ) from None
-        return lock
+        self._lock = lock
+
+    def _packed(self, name: str) -> bytes:
+        """Read the file of the buffers."""
+        assert self._layout is not None
+        try:
+            with safe_open(self.path / name, "pt") as file:
+                return pack(file.get_tensor(spec.name) for spec in self._layout.buffers)
+        except SafetensorError as error:
+            raise OSError(f"cannot read {self.path / name}: {error}") from error
 
     def _found(self, layout: ModelLayout) -> tuple[Cut | None, _Files]:
         """Return the cut in the directory and its files; no cut if it is of another model, or damaged."""
@@ -175,13 +200,26 @@ class DirectorySink(Sink):
         try:
             cut = Cut.from_plain(found)
             files = _Files(tuple(map(str, found["files"])), str(found["buffers"]))
-            is_like = found["fingerprint"] == layout.fingerprint.hex() and len(files.names) == len(self._groups)
-            if not is_like or not all(_OURS.fullmatch(name) for name in files.all()):
+            if found["fingerprint"] != layout.fingerprint.hex():
+                held = f"version {cut.version} of run {cut.run_id}, of another model"
+                raise ConfigurationError(f"{self.path} holds {held}: name another directory")
+            if len(files.names) != len(self._groups) or not all(_OURS.fullmatch(name) for name in files.all()):
                 return nothing
             is_whole = self._digest(layout, files, len(cut.shards)) == [shard.digest for shard in cut.shards]
+            is_whole &= not files.buffers or digest_of_buffers(self._packed(files.buffers)) == cut.buffers_digest
+        except ConfigurationError:
+            raise
         except (OSError, ValueError, KeyError, TypeError, IndexError):
             return nothing
         return (cut, files) if is_whole else nothing
+
+    def _named(self) -> set[str]:
+        """Return the files that the index names, whole or not: others may read them."""
+        try:
+            index = json.loads((self.path / INDEX).read_text(encoding="utf-8"))
+            return set(map(str, index["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return set()
 
     def _digest(self, layout: ModelLayout, files: _Files, shards: int) -> list[bytes]:
         before, self._files = self._files, files
@@ -191,7 +229,9 @@ class DirectorySink(Sink):
                 digest = ModelDigest(layout)
                 for start in range(span.start, span.end, _BLOCK):
                     part = Span(start, min(span.end, start + _BLOCK))
-                    digest.add(self.read(SparseSlice(part, None, torch.empty(part.length, device="cpu"))))
+                    digest.add(
+                        self.read(SparseSlice(part, None, torch.empty(part.length, dtype=torch.float32, device="cpu")))
+                    )
                 digests.append(digest.value)
             return digests
         finally:
@@ -251,7 +291,7 @@ class DirectorySink(Sink):
 
     def _remove_others(self) -> None:
         """Remove what no version needs: that before stays, for whoever reads it."""
-        kept = self._files.all() | self._before
+        kept = self._files.all() | self._before | self._named()
         for found in self.path.iterdir():
             if _OURS.fullmatch(found.name) and found.name not in kept:
                 found.unlink(missing_ok=True)

@@ -8,11 +8,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
 
+from psclient import executor
 from psclient import settings as client_settings
 from psclient.errors import (
     ConfigurationError,
@@ -88,11 +89,13 @@ class Follower:
         self._name = name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self._holds, self._changed = Holds(), threading.Condition()
         self._cut: Cut | None = None
+        self._last: Cut | None = None  # that was held, also if nothing whole is now
         self._known: Cut | None = None  # the newest that was heard of
         self._newest_version = 0
         self._current = time.monotonic()  # when the model here was last known to be the newest
         self._is_waiting = False  # for a cut newer than the one here
         self._has_finished = False
+        self._run_state = pb.RUN_STATE_UNSPECIFIED
         self._error: BaseException | None = None
         self._complained = 0.0
         self._is_over = False
@@ -185,9 +188,19 @@ class Follower:
     def at_least(self, version: int, seconds: float | None = None) -> Iterator[Cut]:
         """As :meth:`hold`, with this version or a later one."""
         end = None if seconds is None else time.monotonic() + seconds
+
+        def left() -> float | None:
+            return None if end is None else max(0.0, end - time.monotonic())
+
         while True:
-            self.wait_for(version, None if end is None else max(0.0, end - time.monotonic()))
-            with self._holds.together():
+            if self._holds.is_mine and (self._cut is None or self._cut.version < version):
+                raise self._not_ready(f"version {version} cannot come while this thread holds another one")
+            self.wait_for(version, left())
+            with ExitStack() as holding:
+                try:
+                    holding.enter_context(self._holds.together(left()))
+                except TimeoutError:
+                    raise self._not_ready("a newer version waits for others that hold the model") from None
                 cut = self._cut
                 if cut is not None and cut.version >= version:  # else another one came in between
                     yield cut
@@ -223,6 +236,8 @@ class Follower:
             except Exception as error:
                 log.exception("following has failed; it is tried again")
                 self._note(error)
+            if isinstance(self._error, OSError) and not isinstance(self._error, SparsepsError):
+                self._readers = []  # the sink looks anew at what it holds
             self._is_waiting = False
             if not isinstance(self._error, RolledBackError):
                 self._known = None  # what could not be done is tried again with the newest cut
@@ -243,6 +258,7 @@ class Follower:
 
     def _end(self, error: BaseException | None) -> None:
         self._disconnect()
+        self._sink.close()
         self._is_waiting = False
         with self._changed:
             self._error, self._is_over = error or self._error, True
@@ -265,8 +281,7 @@ class Follower:
             raise from_refusal(answer)
         cut = Cut.from_message(answer.cut)
         self._newest_version, self._known = answer.newest_version, cut
-        if cut != self._cut:
-            self._require_newer(cut)
+        self._require_newer(cut)
         if answer.HasField("layout"):
             self._layout = layout_from_message(answer.layout)
             self._readers = []
@@ -280,6 +295,7 @@ class Follower:
             )
         if not self._readers:
             self._cut = self._sink.open(layout)
+            self._last = self._cut or self._last
             spans = layout.shard_spans(len(cut.shards))
             each = enumerate(zip(self._connections, spans, strict=True))
             self._readers = [ShardReader(connection, i, layout, span) for i, (connection, span) in each]
@@ -287,6 +303,7 @@ class Follower:
         if cut != self._cut:
             self._go_to(cut, layout)
         with self._changed:
+            self._run_state = answer.run_state
             self._has_finished = answer.run_state == pb.RUN_STATE_FINISHED and answer.newest_version == cut.version
             self._current = time.monotonic()
             self._changed.notify_all()
@@ -302,8 +319,10 @@ class Follower:
                 fingerprint=self._layout.fingerprint if self._layout is not None else b"",
             )
             known = self._known if self._readers else None
-            for shard in known.shards if known is not None else ():
-                request.known.add(**shard._asdict())
+            if known is not None:
+                request.known.extend(pb.ShardVersion(**shard._asdict()) for shard in known.shards)
+                request.buffers_digest = known.buffers_digest
+            request.run_state = self._run_state
             self._is_waiting = cut is not None and known == cut
             try:
                 answer: pb.AwaitCutResponse = connection.result(
@@ -323,7 +342,7 @@ class Follower:
         wanted = self._settings.run_id
         if wanted and cut.run_id != wanted:
             raise RolledBackError(f"the server has run {cut.run_id}, and this follower is for run {wanted} (run_id)")
-        held = self._cut
+        held = self._cut or self._last
         if held is None or self._allow_older or cut == held:
             return
         if cut.run_id != held.run_id:
@@ -340,7 +359,7 @@ class Follower:
     def _go_to(self, cut: Cut, layout: ModelLayout) -> None:
         """Fetch, verify, stage and commit a cut."""
         held = self._cut if self._cut is not None and self._cut.run_id == cut.run_id else None
-        fetched = self._fetch(cut, held)
+        fetched = self._fetch(cut, held, self._sink.buffers() if held is not None else b"")
         if fetched is None:
             return  # the cut is gone: the next one is asked for
         verified = [self._verified(reader, cut, part) for reader, part in zip(self._readers, fetched, strict=True)]
@@ -367,7 +386,7 @@ class Follower:
                     self._cut = None  # nobody may hold it until it is known what it is
                     self._cut = self._sink.open(layout)
                     raise
-                self._cut = cut
+                self._cut = self._last = cut
         finally:
             with self._changed:
                 self._changed.notify_all()
@@ -378,16 +397,16 @@ class Follower:
         except Exception:
             log.exception("on_cut has failed for version %d", cut.version)
 
-    def _fetch(self, cut: Cut, held: Cut | None) -> list[FetchedShard] | None:
-        """Fetch from all shards; ``None`` if one no longer has the cut."""
+    def _fetch(self, cut: Cut, held: Cut | None, buffers: bytes) -> list[FetchedShard] | None:
+        """Fetch from all shards, and buffers if others than these are held; ``None`` if one no longer has the cut."""
         while len(self._threads) < len(self._readers) - 1:
             self._threads.append(SerialExecutor("psclient-follow"))
         jobs = [
-            thread.submit(partial(reader.fetch, cut, held, self._policy()), as_part=True)
+            thread.submit(partial(reader.fetch, cut, held, b"", self._policy()), as_part=True)
             for thread, reader in zip(self._threads, self._readers[1:], strict=False)
         ]
         try:
-            found = [self._readers[0].fetch(cut, held, self._policy())]
+            found = [self._readers[0].fetch(cut, held, buffers, self._policy())]
         finally:
             for job in jobs:
                 job.wait()
@@ -441,10 +460,11 @@ class Follower:
         for connection in [*self._connections]:
             with contextlib.suppress(ValueError, RuntimeError):
                 connection.cancel_unawaited()
+        if executor.current() is self._job:  # called by on_cut: the thread ends behind that
+            return
         self._thread.close(_CLOSING_SECONDS)
         for thread in self._threads:
             thread.close(_CLOSING_SECONDS)
-        self._sink.close()
 
     def __enter__(self) -> "Follower":
         """Return the follower."""

@@ -1,6 +1,7 @@
 """Many hold the model as it is; one changes it when nobody does."""
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,7 +9,7 @@ from contextlib import contextmanager
 class Holds:
     """A lock that many may hold together, or one alone. Whoever waits to be alone goes before later holders.
 
-    A thread may hold it several times over.
+    A thread may hold it several times over, and give it back in any order, as tasks of an event loop do.
     """
 
     def __init__(self) -> None:
@@ -18,21 +19,29 @@ class Holds:
         self._is_alone = False
         self._mine = threading.local()
 
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread holds it, with others or without."""
+        return getattr(self._mine, "depth", 0) > 0
+
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Hold it together with others."""
-        depth = getattr(self._mine, "depth", 0)
-        if not depth:
+    def together(self, seconds: float | None = None) -> Iterator[None]:
+        """Hold it together with others; raises ``TimeoutError`` if that cannot be in so many seconds."""
+        if not self.is_mine:
+            end = None if seconds is None else time.monotonic() + seconds
             with self._condition:
                 while self._is_alone or self._waiting_alone:
-                    self._condition.wait()
+                    left = None if end is None else end - time.monotonic()
+                    if left is not None and left <= 0:
+                        raise TimeoutError
+                    self._condition.wait(left)
                 self._holders += 1
-        self._mine.depth = depth + 1
+        self._mine.depth = getattr(self._mine, "depth", 0) + 1
         try:
             yield
         finally:
-            self._mine.depth = depth
-            if not depth:
+            self._mine.depth -= 1
+            if not self.is_mine:
                 with self._condition:
                     self._holders -= 1
                     self._condition.notify_all()
@@ -48,6 +57,7 @@ class Holds:
                 self._is_alone = True
             finally:
                 self._waiting_alone -= 1
+                self._condition.notify_all()
         try:
             yield
         finally:

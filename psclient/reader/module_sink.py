@@ -10,6 +10,7 @@ from psclient.model.replica import Replica
 from psclient.model.wrappers import plain_modules
 from psclient.reader.cut import Cut
 from psclient.reader.sink import Sink, StagedCut
+from pscore.model.buffers import pack
 from pscore.model.layout import ModelLayout, TensorSpec
 from pscore.model.sparse_slice import SparseSlice
 from pscore.names import shown
@@ -48,6 +49,10 @@ class ModuleSink(Sink):
         for first, last, found in _parts(self._layout, self._replica.parameters, entries):
             values[first:last] = found
         return SparseSlice(entries.span, entries.offsets, values)
+
+    def buffers(self) -> bytes:
+        """Return the module's buffers as they are: a forward pass in training mode changes them."""
+        return pack(self._buffers)
 
     def stage(self, staged: StagedCut) -> None:
         """Keep what is to be written."""

@@ -64,6 +64,10 @@ class PatchSink(Sink):
     def read(self, entries: SparseSlice) -> None:
         """Return nothing: what a receiver holds cannot be read."""
 
+    def buffers(self) -> bytes:
+        """Return nothing, so that they come with each version."""
+        return b""
+
     def stage(self, staged: StagedCut) -> None:
         """Stage the patches of all tensors that change, buffers among them."""
         self._cut = staged.cut

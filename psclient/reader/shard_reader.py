@@ -12,6 +12,7 @@ from psclient.reader.cut import Cut, ShardVersion
 from psclient.rpc.channel import Connection, RetryPolicy
 from psclient.rpc.stream import Bandwidth, Stream
 from pscore.model.buffers import packed_bytes
+from pscore.model.digest import DIGEST_BYTES
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
@@ -19,6 +20,11 @@ from pscore.wire.codecs.names import READABLE_INDEX_CODECS
 from pscore.wire.dense import split_values
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
+
+
+def digest_of_buffers(packed: bytes) -> bytes:
+    """Return the digest of packed buffers, as a cut has it."""
+    return hashlib.blake2b(packed, digest_size=DIGEST_BYTES).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +63,8 @@ class ShardReader:
         self.downlink = Bandwidth()
         self._partial: _Partial | None = None
 
-    def fetch(self, cut: Cut, held: Cut | None, policy: RetryPolicy) -> FetchedShard | Rejected:
-        """Return what leads from the held cut to another one; a refusal, such as ``NO_SUCH_CUT``.
+    def fetch(self, cut: Cut, held: Cut | None, buffers: bytes, policy: RetryPolicy) -> FetchedShard | Rejected:
+        """Return what leads from the held cut, and packed buffers, to another one; a refusal, such as ``NO_SUCH_CUT``.
 
         Raises as :meth:`~psclient.rpc.channel.Connection.call` does.
         """
@@ -67,7 +73,7 @@ class ShardReader:
             base = held.shards[self.index]
             base = base if base.generation == version.generation and base.version <= version.version else None
         wants_buffers = self.index == 0 and cut.buffers_digest
-        known = held.buffers_digest if held is not None and wants_buffers else b""
+        known = digest_of_buffers(buffers) if wants_buffers and buffers else b""
 
         def attempt(seconds: float) -> FetchedShard:
             before = self._usable(version, base)
@@ -83,10 +89,9 @@ class ShardReader:
         answer = self.connection.call(policy, attempt)
         if isinstance(answer, FetchedShard):
             self._partial = None
-            if wants_buffers and known != cut.buffers_digest:
-                found = hashlib.blake2b(answer.buffers, digest_size=len(cut.buffers_digest)).digest()
-                if found != cut.buffers_digest:
-                    raise ServerFaultError(f"{self.connection.address} sent buffers of another digest than the cut's")
+            has_them = not wants_buffers or known == cut.buffers_digest
+            if not has_them and digest_of_buffers(answer.buffers) != cut.buffers_digest:
+                raise ServerFaultError(f"{self.connection.address} sent buffers of another digest than the cut's")
         return answer
 
     def _usable(self, version: ShardVersion, base: ShardVersion | None) -> _Partial | None:

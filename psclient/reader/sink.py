@@ -51,6 +51,10 @@ class Sink(ABC):
         """Return what is held at the places of these entries, fp32 on the host; ``None`` if that cannot be told."""
 
     @abstractmethod
+    def buffers(self) -> bytes:
+        """Return the buffers that are held, packed; nothing if there are none, or that cannot be told."""
+
+    @abstractmethod
     def stage(self, staged: StagedCut) -> None:
         """Get everything ready, so that the commit can hardly fail."""
 

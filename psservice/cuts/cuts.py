@@ -68,6 +68,9 @@ class CutShard(Protocol):
     def buffers_now(self) -> StateDict:
         """Return the buffers by name; none if the shard has none."""
 
+    def buffer_contributions(self) -> int:
+        """Count the changes of the buffers."""
+
     def wait_until_durable(self) -> None:
         """Wait until every version so far is durable; raises :class:`Rejected`."""
 
@@ -103,6 +106,7 @@ class Cuts:
         self._thread: threading.Thread | None = None
         self._numbers = itertools.count(int.from_bytes(shard.environment.random_bytes(5), "little") + 1)
         self._asked_at = self._begun_at = float("-inf")
+        self._buffers_at = 0
         self.newest: Cut | None = None
         self.wanted, self.trouble = 0, ""
         self.readers = Readers(self._clock)
@@ -184,6 +188,7 @@ class Cuts:
         if model is None or now < self._begun_at + self._interval or not self._is_wanted(model, now):
             return
         self._begun_at, number = now, next(self._numbers)
+        self._buffers_at = self._shard.buffer_contributions()  # before they are read
         with self._lock:
             self.wanted, self._told = number, {}
         if self._num_shards > 1:
@@ -202,6 +207,7 @@ class Cuts:
         if self._num_shards > 1 and now >= self._begun_at + _AGAIN_SECONDS:
             return True
         is_same = (model.generation, model.version) == newest.shards[0][:2]
+        is_same &= self._shard.buffer_contributions() == self._buffers_at
         return not is_same or not model.versions_name_values
 
     def _end_if_whole(self) -> None:

@@ -25,7 +25,7 @@ class BufferAverage:
             spec.name: value.float() if spec.dtype in (torch.float16, torch.bfloat16) else value
             for spec, value in zip(specs, values, strict=True)
         }
-        self.weight = 0.0
+        self.weight, self.contributions = 0.0, 0
         self._lock = threading.Lock()
         self.exchanged = tuple(spec for spec in specs if is_exchanged(spec))
 
@@ -33,6 +33,7 @@ class BufferAverage:
         """Average one worker's packed buffers in; ``live_workers`` is the length of the average."""
         incoming = unpack(data, self.exchanged)
         with self._lock:
+            self.contributions += 1
             self.weight = (1 - 1 / max(1, live_workers)) * self.weight + samples
             share = samples / self.weight if self.weight else 0.0
             for spec, value in zip(self.exchanged, incoming, strict=True):

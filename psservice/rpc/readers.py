@@ -37,18 +37,21 @@ class ReaderCalls:
             raise NotYetError(ErrorCode.NOT_INITIALISED, why, lambda: shard.model is not None)
         cut = shard.cuts.ask()
         known = tuple(ShardVersion(each.generation, each.version, each.digest) for each in request.known)
-        is_known = cut is None or known == cut.shards
+        run_state = RUN_STATES[shard.run.state]
+        has_cut = cut is not None and (known, request.buffers_digest) == (cut.shards, cut.buffers_digest)
+        is_known = cut is None or (has_cut and request.run_state in (run_state, pb.RUN_STATE_UNSPECIFIED))
         if request.reader:
-            shard.cuts.readers.ask(request.reader, request.version, is_behind=not is_known)
+            shard.cuts.readers.ask(request.reader, request.version, is_behind=cut is not None and not has_cut)
         if is_known and ((call.wait_seconds and not call.is_late) or cut is None):
             why = shard.cuts.trouble or "there is no newer cut yet"
-            raise NotYetError(ErrorCode.BUSY, why, lambda: shard.cuts.newest is not cut)
+            is_over = lambda: shard.cuts.newest is not cut or RUN_STATES[shard.run.state] != run_state  # noqa: E731
+            raise NotYetError(ErrorCode.BUSY, why, is_over)
         layout = model.layout
         return pb.AwaitCutResponse(
             cut=self._message(cut),
             layout=None if request.fingerprint == layout.fingerprint else layout_to_message(layout),
             newest_version=model.version,
-            run_state=RUN_STATES[shard.run.state],
+            run_state=run_state,
         )
 
     def read_cut(self, call: Call, request: pb.ReadCutRequest) -> Iterator[bytes]:

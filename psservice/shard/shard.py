@@ -266,6 +266,11 @@ class Shard:
         buffers = self.state.buffers
         return buffers.state() if buffers else {}
 
+    def buffer_contributions(self) -> int:
+        """Count the changes of the buffers since the shard has had its state."""
+        buffers = self.state.buffers
+        return buffers.contributions if buffers else 0
+
     def wait_until_durable(self) -> None:
         """Wait until every version so far is durable; raises :class:`Rejected` (``NOT_DURABLE``)."""
         self.durability.records.wait()

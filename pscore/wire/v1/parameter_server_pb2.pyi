@@ -1703,6 +1703,8 @@ class AwaitCutRequest(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    RUN_STATE_FIELD_NUMBER: _builtins.int
+    BUFFERS_DIGEST_FIELD_NUMBER: _builtins.int
     reader: _builtins.str
     """The name of the reader, for the server's status; empty for none."""
     fingerprint: _builtins.bytes
@@ -1711,6 +1713,12 @@ class AwaitCutRequest(_message.Message):
     """How long the answer may wait for another cut than the known one, or for a model, seconds."""
     version: _builtins.int
     """The version of shard 0 that the reader has whole, for the server's status."""
+    run_state: Global___RunState.ValueType
+    """Where the run is, as far as the reader knows; the answer does not wait if that is not so any more. Unspecified: it
+    makes no difference.
+    """
+    buffers_digest: _builtins.bytes
+    """The digest of the buffers in the cut that the reader knows."""
     @_builtins.property
     def known(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardVersion]:
         """The versions of the cut that the reader knows, shard by shard; empty at first."""
@@ -1723,10 +1731,12 @@ class AwaitCutRequest(_message.Message):
         fingerprint: _builtins.bytes = ...,
         wait_seconds: _builtins.float = ...,
         version: _builtins.int = ...,
+        run_state: Global___RunState.ValueType = ...,
+        buffers_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "known", b"known", "reader", b"reader", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffers_digest", b"buffers_digest", "fingerprint", b"fingerprint", "known", b"known", "reader", b"reader", "run_state", b"run_state", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,6 +3,7 @@
 import torch
 
 from psclient.reader.cut import Cut, ShardVersion
+from psclient.reader.shard_reader import digest_of_buffers
 from psclient.reader.sink import StagedCut
 from pscore.model.buffers import pack
 from pscore.model.digest import ModelDigest
@@ -32,14 +33,20 @@ def buffers_of(seed):
     return [torch.full((3,), float(seed)), torch.tensor(seed)]
 
 
-def cut_of(version, values):
+def cut_of(version, values, buffers=0):
+    """A cut of these values, and of the buffers of a seed; 0 for none."""
     digest = ModelDigest(LAYOUT)
     digest.add(SparseSlice(SPAN, None, values))
-    return Cut("run", (ShardVersion(1, version, digest.value),), b"buffers of 16 byt")
+    known = digest_of_buffers(packed(buffers)) if buffers else b""
+    return Cut("run", (ShardVersion(1, version, digest.value),), known)
 
 
-def staged_whole(version, values, buffers=None, held=None):
-    """A cut of which everything came."""
+def _seed(buffers, kept):
+    return kept if buffers is None else int(buffers[1])
+
+
+def staged_whole(version, values, buffers=None, held=None, kept=0):
+    """A cut of which everything came; without buffers, those of ``kept`` stay."""
     half = SPAN.end // 2
     changes = [SparseSlice(Span(0, half), None, values[:half]), SparseSlice(Span(half, SPAN.end), None, values[half:])]
     before = (
@@ -47,15 +54,20 @@ def staged_whole(version, values, buffers=None, held=None):
         if held is None
         else [SparseSlice(each.span, None, held[each.span.start : each.span.end]) for each in changes]
     )
-    return StagedCut(cut_of(version, values), LAYOUT, changes, before, buffers, is_whole=True)
+    return StagedCut(cut_of(version, values, _seed(buffers, kept)), LAYOUT, changes, before, buffers, is_whole=True)
 
 
-def staged_difference(sink, version, before, values, buffers=None):
+def staged_difference(sink, version, before, values, buffers=None, kept=0):
     """A cut of which the changes came; what they overwrite is read from the sink."""
     offsets = (before != values).nonzero().view(-1)
     changes = [SparseSlice(SPAN, offsets, values[offsets])] if offsets.numel() else []
     return StagedCut(
-        cut_of(version, values), LAYOUT, changes, [sink.read(each) for each in changes], buffers, is_whole=False
+        cut_of(version, values, _seed(buffers, kept)),
+        LAYOUT,
+        changes,
+        [sink.read(each) for each in changes],
+        buffers,
+        is_whole=False,
     )
 
 

@@ -68,13 +68,14 @@ def test_it_has_each_version_and_goes_on_after_a_restart(tmp_path_factory, event
         if event == "again":
             sink.close()
             sink, held = opened(path)
-            assert held == cut_of(version - 1, values) or held.version < version
+            assert held == cut_of(held.version, values, buffers)
+            assert held.version < version
             continue
         after = (
             values_of(seed + version) if event == "whole" else changed(values, version, 0.3 if event == "some" else 0.0)
         )
         if event == "whole":
-            put(sink, staged_whole(version, after))
+            put(sink, staged_whole(version, after, kept=buffers))
         else:
             put(sink, staged_difference(sink, version, values, after, buffers_of(version)))
             buffers = version
@@ -154,7 +155,7 @@ def test_a_crash_at_any_file_operation_leaves_the_old_or_the_new_version(tmp_pat
         assert int(buffers[1]) == version
         sink.close()
         again, held = opened(path)  # as a follower that is started again
-        assert held == cut_of(version, found)
+        assert held == cut_of(version, found, version)
         put(again, staged_difference(again, 3, found, values_of(3), buffers_of(3)))
         assert torch.equal(load(path)[0], values_of(3))
         again.close()
@@ -187,14 +188,13 @@ def test_a_disk_that_refuses_leaves_the_version_before(tmp_path, monkeypatch, fa
     assert torch.equal(load(tmp_path)[0], after)
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "another model", "no files", "no digest"])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "buffers", "no buffers", "no files", "no digest"])
 def test_what_is_not_as_it_was_written_counts_for_nothing(tmp_path, damage):
     sink, _ = opened(tmp_path)
-    put(sink, staged_whole(1, values_of(1)))
+    put(sink, staged_whole(1, values_of(1), buffers_of(1)))
     sink.close()
     index = json.loads((tmp_path / INDEX).read_text())
     file = tmp_path / index["weight_map"]["b.weight"]
-    layout = LAYOUT
     if damage == "flipped":
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
@@ -203,8 +203,12 @@ def test_what_is_not_as_it_was_written_counts_for_nothing(tmp_path, damage):
         file.write_bytes(file.read_bytes()[:-1])
     elif damage == "gone":
         file.unlink()
-    elif damage == "another model":
-        layout = ModelLayout(LAYOUT.parameters[:2])
+    elif damage == "buffers":
+        data = bytearray((tmp_path / index["weight_map"]["mean"]).read_bytes())
+        data[-1] ^= 1
+        (tmp_path / index["weight_map"]["mean"]).write_bytes(data)
+    elif damage == "no buffers":
+        (tmp_path / index["weight_map"]["mean"]).unlink()
     elif damage == "no files":
         index["metadata"]["sparseps"]["files"] = []
         (tmp_path / INDEX).write_text(json.dumps(index))
@@ -212,7 +216,48 @@ def test_what_is_not_as_it_was_written_counts_for_nothing(tmp_path, damage):
         index["metadata"]["sparseps"]["shards"][0][2] = "00"
         (tmp_path / INDEX).write_text(json.dumps(index))
     sink = DirectorySink(tmp_path)
-    assert sink.open(layout) is None
+    assert sink.open(LAYOUT) is None
+    put(sink, staged_whole(2, values_of(2), buffers_of(2)))
+    assert torch.equal(load(tmp_path)[0], values_of(2))
+
+
+def test_a_directory_of_another_model_is_refused(tmp_path):
+    sink, _ = opened(tmp_path)
+    put(sink, staged_whole(1, values_of(1)))
+    sink.close()
+    with pytest.raises(ConfigurationError, match="version 1 of run run, of another model"):
+        DirectorySink(tmp_path).open(ModelLayout(LAYOUT.parameters[:2]))
+    assert torch.equal(load(tmp_path)[0], values_of(1))
+
+
+def test_a_directory_that_is_removed_is_made_again(tmp_path):
+    sink, _ = opened(tmp_path / "m")
+    put(sink, staged_whole(1, values_of(1)))
+    shutil.rmtree(tmp_path / "m")
+    with pytest.raises(OSError, match="No such file"):
+        read_all(sink)
+    assert sink.open(LAYOUT) is None
+    put(sink, staged_whole(2, values_of(2)))
+    assert torch.equal(load(tmp_path / "m")[0], values_of(2))
+    with pytest.raises(ConfigurationError, match="another follower"):
+        DirectorySink(tmp_path / "m")
+
+
+def test_a_version_that_is_damaged_stays_until_there_is_another(tmp_path, monkeypatch):
+    """Others may read its undamaged files."""
+    sink, _ = opened(tmp_path)
+    put(sink, staged_whole(1, values_of(1), buffers_of(1)))
+    sink.close()
+    index = json.loads((tmp_path / INDEX).read_text())
+    (tmp_path / index["weight_map"]["c"]).write_bytes(b"")
+    sink = DirectorySink(tmp_path)
+    assert sink.open(LAYOUT) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(modelfile, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(OSError, match="No space"):
+            sink.stage(staged_whole(2, values_of(2)))
+    sink.abort()
+    assert all((tmp_path / file).exists() for file in index["weight_map"].values())
 
 
 def test_files_outside_the_directory_are_never_read(tmp_path):

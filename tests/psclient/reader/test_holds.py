@@ -2,6 +2,8 @@
 
 import threading
 
+import pytest
+
 from psclient.reader.holds import Holds
 from tests.system.tools import wait_until
 
@@ -57,6 +59,46 @@ def test_a_thread_holds_twice_although_another_waits_to_be_alone():
         assert log == ["inner"]
     writer.join(30)
     assert log == ["inner", "alone"]
+
+
+def test_a_thread_may_give_back_in_any_order():
+    """As two tasks of an event loop do."""
+    holds, log = Holds(), []
+    first, second = holds.together(), holds.together()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+
+    def change():
+        with holds.alone():
+            log.append("alone")
+
+    writer = start(change)
+    wait_until(lambda: holds._waiting_alone == 1)
+    assert log == []
+    assert holds.is_mine
+    second.__exit__(None, None, None)
+    writer.join(30)
+    assert log == ["alone"]
+    assert not holds.is_mine
+
+
+def test_waiting_to_hold_has_an_end():
+    holds, inside, may_leave = Holds(), threading.Event(), threading.Event()
+
+    def change():
+        with holds.alone():
+            inside.set()
+            may_leave.wait(30)
+
+    writer = start(change)
+    assert inside.wait(30)
+    with pytest.raises(TimeoutError), holds.together(0.05):
+        pass
+    may_leave.set()
+    writer.join(30)
+    with holds.together(0.05):
+        pass
 
 
 def test_an_error_inside_leaves_it_free():

@@ -1,10 +1,12 @@
 """Modules and directories that follow a run of real servers: one whole version at any time, and soon the newest."""
 
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,6 +59,17 @@ def test_a_module_and_a_directory_have_every_version_whole_and_soon_the_newest(t
             assert all(torch.equal(state[name], value) for name, value in running.items())
 
 
+def test_the_guides_loop_follows():
+    page = (Path(__file__).parents[3] / "docs/guide/following.md").read_text()
+    source = page.split("```python\n")[1].split("```")[0]
+    with LocalServer() as server, training(server) as run:
+        run.steps(2)
+        assert '"host:50051"' in source
+        names = {"make_model": make_model, "batches": [torch.randn(4, 20)] * 3}
+        exec(source.replace('"host:50051"', repr(server.server)), names)
+        assert same(parameters_of(names["module"]), run.versions[2])
+
+
 def test_a_follower_may_be_there_before_the_first_worker():
     module = make_model(1)
     with LocalServer() as server, psclient.follow(server, module, settings=READING) as follower:
@@ -83,6 +96,88 @@ def test_nothing_is_written_while_somebody_holds():
                 assert follower.version == cut.version
             follower.wait_for(version, SECONDS)
             assert same(parameters_of(module), run.versions[version])
+
+
+def test_a_thread_that_holds_is_not_left_waiting_for_what_cannot_come():
+    module = make_model(1)
+    with LocalServer(cut_seconds=0.01) as server, training(server) as run:
+        run.steps()
+        with psclient.follow(server, module, settings=READING) as follower:
+            with follower.hold(SECONDS) as cut:
+                version = run.steps(5)
+                with follower.hold(), follower.at_least(cut.version):
+                    pass
+                with pytest.raises(errors.FollowerNotReadyError, match="while this thread holds"):
+                    follower.at_least(version).__enter__()
+                refused = []
+
+                def hold():
+                    try:
+                        follower.hold(0.1).__enter__()
+                    except errors.FollowerNotReadyError as error:
+                        refused.append(error)
+
+                wait_until(lambda: follower._holds._waiting_alone == 1)
+                other = threading.Thread(target=hold)
+                other.start()
+                other.join(SECONDS)
+                assert len(refused) == 1
+            follower.wait_for(version, SECONDS)
+
+
+def test_a_follower_may_be_closed_by_its_own_callback():
+    module, closed = make_model(1), threading.Event()
+    with LocalServer(cut_seconds=0.01) as server, training(server) as run:
+        run.steps()
+
+        def close(cut):
+            follower.close()
+            closed.set()
+
+        follower = psclient.follow(server, module, settings=READING, on_cut=lambda cut: close(cut))
+        assert closed.wait(SECONDS)
+        wait_until(lambda: follower.is_over, SECONDS)
+        follower.close()
+        assert same(parameters_of(module), run.versions[1])
+
+
+def test_buffers_follow_too_and_the_end_of_a_run_without_a_push():
+    module = make_model(1)
+    with (
+        LocalServer(cut_seconds=0.01, buffer_period_steps=1) as server,
+        training(server) as run,
+        psclient.follow(server, module, settings=READING) as follower,
+    ):
+        version = run.steps(4)
+        follower.wait_for(version, SECONDS)
+        with follower.hold():
+            module.train()(torch.randn(8, 20))  # which changes its running statistics
+        follower.wait_for(run.steps(2), SECONDS)
+        run.optimizer.close()
+        subprocess.run([sys.executable, "-m", "psservice", "finish", *server.addresses], check=True, timeout=SECONDS)
+        wait_until(lambda: follower.finished, SECONDS)
+        state = psclient.download(server)
+        wait_until(lambda: all(torch.equal(value, state[name]) for name, value in module.state_dict().items()), SECONDS)
+
+
+@pytest.mark.parametrize("failure", ["removed", "full"])
+def test_a_directory_that_fails_is_followed_again(tmp_path, failure, monkeypatch):
+    path = tmp_path / "m"
+    with LocalServer(cut_seconds=0.01) as server, training(server) as run:
+        run.steps()
+        with Follower(server, DirectorySink(path), READING) as follower:
+            follower.wait_for(1, SECONDS)
+            if failure == "removed":
+                shutil.rmtree(path)
+                version = run.steps(2)
+            else:
+                with monkeypatch.context() as patch:
+                    patch.setattr(shutil, "copyfile", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+                    version = run.steps(2)
+                    wait_until(lambda: isinstance(follower.error, OSError), SECONDS)
+                    assert loaded(path)[0]["version"] == 1
+            wait_until(lambda: follower.ready and follower.version == version, SECONDS)
+            assert loaded(path)[0]["version"] == version
 
 
 @pytest.mark.parametrize("shards", [1, 2])
