@@ -31,13 +31,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="TLS and tokens come from the environment, as for workers: PSCLIENT_TLS_CA, PSCLIENT_TOKEN_FILE, ...",
     )
     add_addresses(follow, "HOST:PORT of each shard, in order; or dns:///HOST:PORT")
-    follow.add_argument("--out", type=Path, required=True, metavar="DIR", help="for safetensors files and their index")
+    follow.add_argument("--out", required=True, metavar="DIR", help="for safetensors files and their index")
     follow.add_argument(
-        "--exec", default="", metavar="COMMAND", help="run after each version, with SPARSEPS_VERSION set"
+        "--exec",
+        default="",
+        metavar="COMMAND",
+        help="a program with its arguments, without a shell, that is run after each version; SPARSEPS_VERSION, "
+        "SPARSEPS_DIRECTORY and others are set",
     )
-    follow.add_argument("--once", action="store_true", help="end when the newest version is there")
+    follow.add_argument("--once", action="store_true", help="end when a version is there")
     follow.add_argument(
-        "--timeout", type=positive_seconds, default=30.0, metavar="SECONDS", help="how long --once tries; %(default)s"
+        "--timeout",
+        type=positive_seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="with --once: how long to wait for a version (default: %(default)s)",
     )
     follow.add_argument(
         "--allow-older", action="store_true", help="follow a run that goes back to an older version, too"

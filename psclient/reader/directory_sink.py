@@ -55,14 +55,20 @@ class DirectorySink(Sink):
     """Holds a cut in a directory, which is made if it is missing.
 
     Raises:
-        ConfigurationError: the directory has a model of another program, or another follower writes to it.
-        OSError: the directory cannot be written.
+        ConfigurationError: the directory cannot be made, has a model of another program, or another follower writes to
+            it.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._lock = -1
-        self._make()
+        if not str(path):
+            raise ConfigurationError("name a directory to follow with: the name is empty")
+        try:
+            self._index()
+            self._make()
+        except OSError as error:
+            raise ConfigurationError(f"cannot follow with the directory {path}: {error}; name another") from error
         self._layout: ModelLayout | None = None
         self._groups: list[range] = []  # of positions of parameters, one a file
         self._held: Cut | None = None
@@ -77,6 +83,10 @@ class DirectorySink(Sink):
         self._held, self._files = self._found(layout)
         self._remove_others()
         return self._held
+
+    def is_current(self) -> bool:
+        """Tell whether the index is there; one that somebody has removed is written anew."""
+        return self._held is None or (self.path / INDEX).exists()
 
     def buffers(self) -> bytes:
         """Return the buffers in their file."""
@@ -125,7 +135,7 @@ class DirectorySink(Sink):
             os.replace(self.path / f".{buffers}.tmp", self.path / buffers)
         files = _Files(tuple(names), buffers)
         temporary = self.path / f".{INDEX}.tmp"
-        temporary.write_text(json.dumps(self._index(staged.cut, files), indent=1), encoding="utf-8")
+        temporary.write_text(json.dumps(self._described(staged.cut, files), indent=1), encoding="utf-8")
         modelfile.sync(temporary)
         modelfile.sync_folder(self.path)
         self._staged = staged.cut, files
@@ -184,19 +194,9 @@ class DirectorySink(Sink):
     def _found(self, layout: ModelLayout) -> tuple[Cut | None, _Files]:
         """Return the cut in the directory and its files; no cut if it is of another model, or damaged."""
         nothing = None, _Files(())
-        try:
-            index = json.loads((self.path / INDEX).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            if (self.path / "model.safetensors").exists():
-                raise ConfigurationError(
-                    f"{self.path} holds a model.safetensors of another program: name another"
-                ) from None
+        found = self._index()
+        if found is None:
             return nothing
-        except ValueError:
-            index = None
-        found = index.get("metadata", {}).get(_KEY) if isinstance(index, dict) else None
-        if not isinstance(found, dict):
-            raise ConfigurationError(f"{self.path / INDEX} is of another program: name another directory")
         try:
             cut = Cut.from_plain(found)
             files = _Files(tuple(map(str, found["files"])), str(found["buffers"]))
@@ -212,6 +212,26 @@ class DirectorySink(Sink):
         except (OSError, ValueError, KeyError, TypeError, IndexError):
             return nothing
         return (cut, files) if is_whole else nothing
+
+    def _index(self) -> dict[str, Any] | None:
+        """Return what the index says of the cut; ``None`` without an index.
+
+        Raises :class:`ConfigurationError` if the directory has a model of another program.
+        """
+        try:
+            index = json.loads((self.path / INDEX).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            if (self.path / "model.safetensors").exists():
+                raise ConfigurationError(
+                    f"{self.path} holds a model.safetensors of another program: name another directory"
+                ) from None
+            return None
+        except ValueError:
+            index = None
+        found = index.get("metadata", {}).get(_KEY) if isinstance(index, dict) else None
+        if not isinstance(found, dict):
+            raise ConfigurationError(f"{self.path / INDEX} is of another program: name another directory")
+        return found
 
     def _named(self) -> set[str]:
         """Return the files that the index names, whole or not: others may read them."""
@@ -237,7 +257,8 @@ class DirectorySink(Sink):
         finally:
             self._files = before
 
-    def _index(self, cut: Cut, files: _Files) -> dict[str, Any]:
+    def _described(self, cut: Cut, files: _Files) -> dict[str, Any]:
+        """Return the index of a version."""
         layout = self._layout
         assert layout is not None
         specs = [

@@ -30,10 +30,11 @@ from psclient.reader.module_sink import ModuleSink, Rename
 from psclient.reader.patch_sink import PatchReceiver, PatchSink
 from psclient.reader.shard_reader import FetchedShard, ShardReader
 from psclient.reader.sink import Sink, StagedCut
-from psclient.rpc.channel import Connection, RetryPolicy, pause
+from psclient.rpc.channel import Connection, RetryPolicy, pause, suppress_errors
 from psclient.rpc.resolver import connect
 from psclient.rpc.shard_stream import WAIT_SHARE
 from psclient.settings import ClientSettings, Server
+from psclient.whole_numbers import whole_number
 from pscore.model.buffers import unpack
 from pscore.model.digest import ModelDigest
 from pscore.model.layout import ModelLayout
@@ -46,7 +47,7 @@ log = logging.getLogger("psclient")
 
 _ATTEMPT_SECONDS = 10.0  # for a lost server, before everything is looked up anew
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
-_CLOSING_SECONDS = 5.0
+_CLOSING_SECONDS, _LEAVING_SECONDS = 5.0, 1.0
 _COMPLAINT_SECONDS = 60.0
 _FIRST_WAIT_SECONDS = 1.0  # for a model, before the server's word that there is none is passed on
 _GONE = (ErrorCode.NO_SUCH_CUT, ErrorCode.STALE_GENERATION, ErrorCode.NOT_INITIALISED)
@@ -69,7 +70,7 @@ class Follower:
         on_cut: called after each commit, in the follower's thread, with the cut; an error in it is logged.
 
     Raises:
-        ConfigurationError: no server is named, or a setting cannot be used.
+        ConfigurationError: no server is named, or an argument or a setting cannot be used.
     """
 
     def __init__(
@@ -84,6 +85,13 @@ class Follower:
     ) -> None:
         self._settings = client_settings.resolve(settings, server, None)
         client_settings.require_server(self._settings)
+        if not isinstance(sink, Sink) and not all(hasattr(sink, name) for name in ("stage", "commit", "abort")):
+            raise ConfigurationError(
+                f"sink= must have stage, commit and abort, or be a DirectorySink, not {type(sink).__name__}; a module "
+                "follows with psclient.follow(server, module)"
+            )
+        if not callable(on_cut):
+            raise ConfigurationError(f"on_cut= must be a function of a cut, not {on_cut!r}")
         self._sink = sink if isinstance(sink, Sink) else PatchSink(sink)
         self._allow_older, self._on_cut = allow_older, on_cut
         self._name = name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
@@ -94,10 +102,11 @@ class Follower:
         self._newest_version = 0
         self._current = time.monotonic()  # when the model here was last known to be the newest
         self._is_waiting = False  # for a cut newer than the one here
+        self._is_heard = False  # whether the last question was answered
         self._has_finished = False
         self._run_state = pb.RUN_STATE_UNSPECIFIED
         self._error: BaseException | None = None
-        self._complained = 0.0
+        self._complained = self._complained_of_callback = float("-inf")
         self._is_over = False
         self._layout: ModelLayout | None = None
         self._connections: list[Connection] = []
@@ -134,7 +143,7 @@ class Follower:
         """How far the model that is held is behind, as far as is known here."""
         cut, now = self._cut, time.monotonic()
         versions = max(0, self._newest_version - (cut.version if cut is not None else 0))
-        return Lag(versions, 0.0 if self._is_waiting else now - self._current)
+        return Lag(versions, 0.0 if self._is_waiting and self._is_heard else now - self._current)
 
     @property
     def finished(self) -> bool:
@@ -163,7 +172,9 @@ class Follower:
 
         Raises:
             FollowerNotReadyError: after ``seconds``, or if the follower has ended, or the run has at a lower version.
+            ConfigurationError: ``version`` is no whole number.
         """
+        whole_number(version, "version must be a whole number", 0)
 
         def is_there() -> bool:
             return self._cut is not None and self._cut.version >= version
@@ -173,7 +184,7 @@ class Follower:
             if is_there():
                 assert self._cut is not None
                 return self._cut
-        raise self._not_ready(f"version {version} is not here")
+        raise self._not_ready(f"version {version} is not here" if self.ready else "there is no whole model here yet")
 
     @contextmanager
     def hold(self, seconds: float | None = None) -> Iterator[Cut]:
@@ -238,6 +249,8 @@ class Follower:
                 self._note(error)
             if isinstance(self._error, OSError) and not isinstance(self._error, SparsepsError):
                 self._readers = []  # the sink looks anew at what it holds
+            if is_cancelled():
+                break
             self._is_waiting = False
             if not isinstance(self._error, RolledBackError):
                 self._known = None  # what could not be done is tried again with the newest cut
@@ -257,6 +270,9 @@ class Follower:
             self._changed.notify_all()
 
     def _end(self, error: BaseException | None) -> None:
+        if self._connections:  # so that the server's status forgets this reader
+            leaving = pb.AwaitCutRequest(reader=self._name, leaves=True)
+            suppress_errors(partial(self._connections[0].stub.AwaitCut, leaving, timeout=_LEAVING_SECONDS))
         self._disconnect()
         self._sink.close()
         self._is_waiting = False
@@ -328,10 +344,15 @@ class Follower:
                 answer: pb.AwaitCutResponse = connection.result(
                     connection.stub.AwaitCut.future(request, timeout=seconds)
                 )
-                return answer
-            finally:
                 if self._is_waiting:
-                    self._is_waiting, self._current = False, time.monotonic()
+                    self._current = time.monotonic()
+                self._is_heard = True
+                return answer
+            except BaseException:
+                self._is_heard = False
+                raise
+            finally:
+                self._is_waiting = False
 
         return connection.call(self._policy(), attempt)
 
@@ -348,16 +369,19 @@ class Follower:
         if cut.run_id != held.run_id:
             raise RolledBackError(
                 f"the server has run {cut.run_id}, and here is version {held.version} of run {held.run_id}: make "
-                "another follower, or allow_older=True, to leave that"
+                "another follower, or allow_older=True (--allow-older), to leave that"
             )
         if cut.is_older_than(held):
             raise RolledBackError(
                 f"the run has gone back to version {cut.version}, and here is version {held.version}: it stays until "
-                "the run is ahead again; allow_older=True follows back"
+                "the run is ahead again; allow_older=True (--allow-older) follows back"
             )
 
     def _go_to(self, cut: Cut, layout: ModelLayout) -> None:
         """Fetch, verify, stage and commit a cut."""
+        if not self._sink.is_current():
+            log.warning("the tensors that follow were replaced: all is fetched anew")
+            self._cut = self._sink.open(layout)
         held = self._cut if self._cut is not None and self._cut.run_id == cut.run_id else None
         fetched = self._fetch(cut, held, self._sink.buffers() if held is not None else b"")
         if fetched is None:
@@ -387,6 +411,7 @@ class Follower:
                     self._cut = self._sink.open(layout)
                     raise
                 self._cut = self._last = cut
+                self._error = None
         finally:
             with self._changed:
                 self._changed.notify_all()
@@ -394,8 +419,11 @@ class Follower:
         self._current = time.monotonic()
         try:
             self._on_cut(cut)
-        except Exception:
-            log.exception("on_cut has failed for version %d", cut.version)
+        except Exception as error:
+            now = time.monotonic()
+            is_new = now > self._complained_of_callback + _COMPLAINT_SECONDS
+            self._complained_of_callback = now if is_new else self._complained_of_callback
+            log.error("on_cut has failed for version %d: %r", cut.version, error, exc_info=is_new)
 
     def _fetch(self, cut: Cut, held: Cut | None, buffers: bytes) -> list[FetchedShard] | None:
         """Fetch from all shards, and buffers if others than these are held; ``None`` if one no longer has the cut."""
@@ -465,6 +493,11 @@ class Follower:
         self._thread.close(_CLOSING_SECONDS)
         for thread in self._threads:
             thread.close(_CLOSING_SECONDS)
+
+    def __repr__(self) -> str:
+        """Say what is held."""
+        held = f"version {self._cut.version} of run {self._cut.run_id}" if self._cut is not None else "not ready"
+        return f"<psclient.Follower: {held}{', closed' if self._is_over else ''}>"
 
     def __enter__(self) -> "Follower":
         """Return the follower."""

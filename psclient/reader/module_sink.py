@@ -22,24 +22,38 @@ Rename = Callable[[str], str]
 class ModuleSink(Sink):
     """Holds a cut in a module, on whatever devices its tensors are.
 
-    Between commits nobody else may write to these tensors. A commit that fails half-way is undone.
+    Between commits nobody else may write to these tensors. A commit that fails half-way is undone. Raises
+    :class:`ConfigurationError` if ``module`` is none.
     """
 
     def __init__(self, module: torch.nn.Module, rename: Rename | None = None) -> None:
+        if not isinstance(module, torch.nn.Module):
+            raise ConfigurationError(f"a module follows, and not {type(module).__name__}: pass the module itself")
         self._module, self._rename = module, rename or (lambda name: name)
         self._held: Cut | None = None
         self._layout: ModelLayout | None = None
         self._replica: Replica | None = None
+        self._places: list[tuple[int, int, torch.dtype]] = []
         self._buffers: list[torch.Tensor] = []
         self._staged: StagedCut | None = None
 
     def open(self, layout: ModelLayout) -> Cut | None:
-        """Find the module's tensors; return the cut that it holds."""
-        if self._layout is None or layout.fingerprint != self._layout.fingerprint:
-            self._replica = Replica(layout, self._tensors_of(layout))
-            self._buffers = [self._find(spec, self._named("_buffers")) for spec in layout.buffers]
-            self._layout, self._held = layout, None
+        """Find the module's tensors; return the cut that they hold."""
+        tensors, buffers = self._tensors_of(layout), self._named("_buffers")
+        places = _places_of(tensors)
+        if self._layout is None or layout.fingerprint != self._layout.fingerprint or places != self._places:
+            self._replica, self._held = Replica(layout, tensors), None
+        self._buffers = [self._find(spec, buffers) for spec in layout.buffers]
+        self._layout, self._places = layout, places
         return self._held
+
+    def is_current(self) -> bool:
+        """Tell whether the module has the tensors, in the memory, that were found: ``half()`` and others replace them.
+
+        Raises :class:`ConfigurationError` if it has others that do not fit.
+        """
+        layout = self._layout
+        return layout is not None and _places_of(self._tensors_of(layout)) == self._places
 
     def read(self, entries: SparseSlice) -> SparseSlice:
         """Return the module's values at the places of these entries."""
@@ -130,6 +144,10 @@ class ModuleSink(Sink):
             is_here = TensorSpec(names[0], tuple(found.shape), found.dtype).describe()
             raise ConfigurationError(f"the module has {is_here}, and the run {spec.describe()}: both must be alike")
         return found
+
+
+def _places_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, torch.dtype]]:
+    return [(id(tensor), tensor.data_ptr(), tensor.dtype) for tensor in tensors]
 
 
 def _parts(

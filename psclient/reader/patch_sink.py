@@ -61,6 +61,10 @@ class PatchSink(Sink):
             self._fingerprint, self._held = layout.fingerprint, None
         return self._held
 
+    def is_current(self) -> bool:
+        """Return true: a receiver keeps its model."""
+        return True
+
     def read(self, entries: SparseSlice) -> None:
         """Return nothing: what a receiver holds cannot be read."""
 

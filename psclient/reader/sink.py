@@ -42,9 +42,13 @@ class Sink(ABC):
     def open(self, layout: ModelLayout) -> Cut | None:
         """Get ready for a model, and return the cut that is held; ``None`` if none is, or perhaps a mixture.
 
-        It is called first, after each failure, and if the layout changes. Raises
+        It is called first, after failures, if the layout changes, and if :meth:`is_current` is false. Raises
         :class:`~psclient.errors.ConfigurationError` if the model does not fit.
         """
+
+    @abstractmethod
+    def is_current(self) -> bool:
+        """Tell whether what is held is still where :meth:`open` has found it; asked before each cut."""
 
     @abstractmethod
     def read(self, entries: SparseSlice) -> SparseSlice | None:

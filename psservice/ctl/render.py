@@ -215,11 +215,13 @@ def _saved(status: pb.GetStatusResponse) -> str:
 
 
 def _readers(status: pb.GetStatusResponse) -> str:
-    """Write who follows the model, and how far behind the last one is."""
+    """Write who follows the model, and who is behind longest."""
     count = f"{len(status.readers)} reader" + ("s" if len(status.readers) > 1 else "")
-    versions = max(0, max(status.cut_version - each.version for each in status.readers))
-    seconds = max(each.behind_seconds for each in status.readers)
-    late = f", {versions:,} versions and {seconds:.0f} s behind at most" if seconds >= 1 else ""
+    last = max(status.readers, key=lambda each: each.behind_seconds)
+    late = ""
+    if last.behind_seconds >= 1:
+        held = f"version {last.version:,}" if last.version else "no version"
+        late = f"; {last.reader} has {held}, and lacks the newest for {last.behind_seconds:.0f} s"
     return f"version {status.cut_version:,} for {count}{late}"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 _MOST_READERS = 4096
-_GONE_SECONDS = 120.0  # without a question; a waiting reader asks again sooner
+_GONE_SECONDS = 60.0  # without a question; a waiting reader asks again sooner
 
 
 class Reader(NamedTuple):
@@ -44,6 +44,11 @@ class Readers:
             self._readers[name] = Reader(name, version, now, (since or now) if is_behind else None)
             if len(self._readers) > _MOST_READERS:
                 self._readers.popitem(last=False)
+
+    def leave(self, name: str) -> None:
+        """Forget a reader."""
+        with self._lock:
+            self._readers.pop(name, None)
 
     def __len__(self) -> int:
         """Count the readers."""

@@ -35,13 +35,17 @@ class ReaderCalls:
         if model is None:
             why = "no worker has uploaded a model yet"
             raise NotYetError(ErrorCode.NOT_INITIALISED, why, lambda: shard.model is not None)
-        cut = shard.cuts.ask()
+        cut = shard.cuts.newest if request.leaves else shard.cuts.ask()
         known = tuple(ShardVersion(each.generation, each.version, each.digest) for each in request.known)
         run_state = RUN_STATES[shard.run.state]
         has_cut = cut is not None and (known, request.buffers_digest) == (cut.shards, cut.buffers_digest)
         is_known = cut is None or (has_cut and request.run_state in (run_state, pb.RUN_STATE_UNSPECIFIED))
-        if request.reader:
+        if request.reader and request.leaves:
+            shard.cuts.readers.leave(request.reader)
+        elif request.reader:
             shard.cuts.readers.ask(request.reader, request.version, is_behind=cut is not None and not has_cut)
+        if request.leaves:
+            return pb.AwaitCutResponse()
         if is_known and ((call.wait_seconds and not call.is_late) or cut is None):
             why = shard.cuts.trouble or "there is no newer cut yet"
             is_over = lambda: shard.cuts.newest is not cut or RUN_STATES[shard.run.state] != run_state  # noqa: E731

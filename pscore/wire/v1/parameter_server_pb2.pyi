@@ -1705,6 +1705,7 @@ class AwaitCutRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     RUN_STATE_FIELD_NUMBER: _builtins.int
     BUFFERS_DIGEST_FIELD_NUMBER: _builtins.int
+    LEAVES_FIELD_NUMBER: _builtins.int
     reader: _builtins.str
     """The name of the reader, for the server's status; empty for none."""
     fingerprint: _builtins.bytes
@@ -1719,6 +1720,8 @@ class AwaitCutRequest(_message.Message):
     """
     buffers_digest: _builtins.bytes
     """The digest of the buffers in the cut that the reader knows."""
+    leaves: _builtins.bool
+    """True if the reader follows no longer: the answer does not wait."""
     @_builtins.property
     def known(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardVersion]:
         """The versions of the cut that the reader knows, shard by shard; empty at first."""
@@ -1733,10 +1736,11 @@ class AwaitCutRequest(_message.Message):
         version: _builtins.int = ...,
         run_state: Global___RunState.ValueType = ...,
         buffers_digest: _builtins.bytes = ...,
+        leaves: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffers_digest", b"buffers_digest", "fingerprint", b"fingerprint", "known", b"known", "reader", b"reader", "run_state", b"run_state", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffers_digest", b"buffers_digest", "fingerprint", b"fingerprint", "known", b"known", "leaves", b"leaves", "reader", b"reader", "run_state", b"run_state", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -59,15 +59,22 @@ def test_a_module_and_a_directory_have_every_version_whole_and_soon_the_newest(t
             assert all(torch.equal(state[name], value) for name, value in running.items())
 
 
-def test_the_guides_loop_follows():
+def test_the_guides_loop_follows_and_its_lines_load_a_directory(tmp_path):
     page = (Path(__file__).parents[3] / "docs/guide/following.md").read_text()
-    source = page.split("```python\n")[1].split("```")[0]
+    loop, load = (block.split("```")[0] for block in page.split("```python\n")[1:3])
     with LocalServer() as server, training(server) as run:
         run.steps(2)
-        assert '"host:50051"' in source
+        assert '"host:50051"' in loop
         names = {"make_model": make_model, "batches": [torch.randn(4, 20)] * 3}
-        exec(source.replace('"host:50051"', repr(server.server)), names)
+        exec(loop.replace('"host:50051"', repr(server.server)), names)
         assert same(parameters_of(names["module"]), run.versions[2])
+        with Follower(server, DirectorySink(tmp_path), READING) as follower:
+            follower.wait_for(2, SECONDS)
+        names = {"directory": tmp_path}
+        exec(load, names)
+        module = make_model(1)
+        module.load_state_dict(names["state"])
+        assert same(parameters_of(module), run.versions[2])
 
 
 def test_a_follower_may_be_there_before_the_first_worker():
@@ -262,6 +269,82 @@ def test_what_others_have_written_into_a_module_is_found_and_mended(caplog):
     assert "others have written to it" in caplog.text
 
 
+def replace_parameter(module):
+    module[0].weight = torch.nn.Parameter(torch.zeros_like(module[0].weight))
+
+
+def assign_state(module):
+    module.load_state_dict({name: value.clone() for name, value in make_model(7).state_dict().items()}, assign=True)
+
+
+def move_data(module):
+    module[0].weight.data = module[0].weight.data.clone().add_(1.0)
+
+
+@pytest.mark.parametrize("change", [replace_parameter, assign_state, move_data])
+def test_tensors_that_were_replaced_are_found_and_follow(change):
+    module = make_model(1)
+    with LocalServer(cut_seconds=0.01) as server, training(server) as run:
+        run.steps()
+        with psclient.follow(server, module, settings=READING) as follower:
+            follower.wait_for(1, SECONDS)
+            with follower.hold(), torch.no_grad():
+                change(module)
+            version = run.steps(2)
+            wait_until(lambda: follower.ready and follower.version == version, SECONDS)
+            wait_until(lambda: same(parameters_of(module), run.versions[version]), SECONDS)
+
+
+def test_a_module_of_another_dtype_ends_the_follower():
+    module = make_model(1)
+    with LocalServer(cut_seconds=0.01) as server, training(server) as run:
+        run.steps()
+        with psclient.follow(server, module, settings=READING) as follower:
+            follower.wait_for(1, SECONDS)
+            with follower.hold():
+                module.half()
+            version = run.steps(2)
+            with pytest.raises(errors.FollowerNotReadyError, match="float16, and the run"):
+                follower.wait_for(version, SECONDS)
+            assert follower.is_over
+
+
+MISTAKES = {
+    "a state dict": (lambda: psclient.follow("localhost:1", make_model().state_dict()), "pass the module itself"),
+    "a module as sink": (lambda: Follower("localhost:1", make_model()), r"psclient\.follow"),
+    "no function": (lambda: psclient.follow("localhost:1", make_model(), on_cut=3), "on_cut="),
+    "no name": (lambda: DirectorySink(""), "the name is empty"),
+    "a file": (lambda: DirectorySink(__file__), "cannot follow with the directory"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_told_at_once(name):
+    call, words = MISTAKES[name]
+    with pytest.raises(errors.ConfigurationError, match=words):
+        call()
+
+
+def test_versions_are_whole_numbers_and_lag_grows_while_nobody_answers():
+    with psclient.follow("localhost:1", make_model(), settings=READING) as follower:
+        for version in (-1, 1.5, "5"):
+            with pytest.raises(errors.ConfigurationError, match="whole number"):
+                follower.wait_for(version)
+        before = follower.lag.seconds
+        wait_until(lambda: follower.lag.seconds > before + 0.2)
+        assert repr(follower) == "<psclient.Follower: not ready>"
+
+
+def test_an_error_in_a_callback_stops_nothing(caplog):
+    module = make_model(1)
+    with LocalServer(cut_seconds=0.01) as server, training(server) as run:
+        run.steps()
+        with psclient.follow(server, module, settings=READING, on_cut=lambda cut: 1 / 0) as follower:
+            for _ in range(3):
+                follower.wait_for(run.steps(), SECONDS)
+    assert caplog.text.count("Traceback") == 1
+
+
 class SleepyEngine:
     """Takes patches; fails in the middle of some commits, and cannot undo them."""
 
@@ -410,12 +493,24 @@ def test_readers_of_the_status_and_their_versions(tmp_path):
             wait_until(lambda: f"version {version} for 1 reader" in status(server), SECONDS)
             with follower.hold():
                 later = run.steps(3)
-                wait_until(lambda: f"version {later} for 1 reader, 3 versions and" in status(server), SECONDS)
+                wait_until(
+                    lambda: f"version {later} for 1 reader; evaluation has version {version}, and" in status(server),
+                    SECONDS,
+                )
 
 
 def status(server):
     command = [sys.executable, "-m", "psservice", "status", *server.addresses]
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS).stdout
+
+
+def test_a_reader_that_ends_is_forgotten():
+    with LocalServer(cut_seconds=0.01) as server, training(server) as run:
+        run.steps()
+        with psclient.follow(server, make_model(1), settings=READING) as follower:
+            follower.wait_for(1, SECONDS)
+            wait_until(lambda: "1 reader" in status(server), SECONDS)
+        assert "reader" not in status(server)
 
 
 # The command
@@ -447,13 +542,21 @@ def test_the_command_keeps_a_directory_and_runs_another_after_each_version(tmp_p
         assert "version 6 of run" in output
 
 
-def test_once_ends_when_the_newest_version_is_there_and_fails_if_none_comes(tmp_path):
+def test_once_ends_when_a_version_is_there_and_fails_if_none_comes(tmp_path):
     with LocalServer() as server, training(server) as run:
         run.steps(3)
         process = follow_command(server, tmp_path / "m", "--once")
         output, _ = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, output
         assert loaded(tmp_path / "m")[0]["version"] == 3
+        process = follow_command(server, tmp_path / "f", "--once", "--exec", f"{sys.executable} -c 'exit(3)'")
+        output, _ = process.communicate(timeout=SECONDS)
+        assert process.returncode == 1
+        assert output.count("has ended with status 3") == 1
+        process = follow_command(server, tmp_path / "g", "--exec", "./nothere")
+        output, _ = process.communicate(timeout=SECONDS)
+        assert process.returncode == 1
+        assert "--exec: there is no program ./nothere" in output
     with LocalServer() as empty:
         process = follow_command(empty, tmp_path / "n", "--once", "--timeout", "4")
         output, _ = process.communicate(timeout=SECONDS)

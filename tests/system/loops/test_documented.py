@@ -22,6 +22,7 @@ ELSEWHERE = {
     ("nodes.md", "A complete script"): "tests/system/elastic/test_node.py",
     ("training.md", "Several models"): "tests/system/loops/test_other_loops.py",
     ("following.md", "A module"): "tests/system/following/test_followers.py",
+    ("following.md", "A directory"): "tests/system/following/test_followers.py",
     **{
         ("fine-tuning.md", name): "tests/system/loops/test_fine_tuning.py" for name in ("Trainer", "peft", "trl", "Ray")
     },
