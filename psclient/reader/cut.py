@@ -49,10 +49,10 @@ class Cut:
         first = self.shards[0]
         return f"{self.run_id}/{first.generation:x}/{sum(shard.version for shard in self.shards)}"
 
-    def is_older_than(self, other: "Cut") -> bool:
-        """Tell whether a shard has a lower version here: the run has been taken back, or has lost something."""
-        pairs = zip(self.shards, other.shards, strict=False)
-        return any(mine.version < theirs.version for mine, theirs in pairs)
+    def older_shard(self, other: "Cut") -> int | None:
+        """Return a shard with a lower version than in another cut: the run has gone back, or has lost something."""
+        pairs = enumerate(zip(self.shards, other.shards, strict=False))
+        return next((index for index, (mine, theirs) in pairs if mine.version < theirs.version), None)
 
     def to_plain(self) -> dict[str, Any]:
         """Return the cut for JSON."""

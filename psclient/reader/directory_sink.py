@@ -198,7 +198,7 @@ class DirectorySink(Sink):
         if found is None:
             return nothing
         try:
-            cut = Cut.from_plain(found)
+            self.last = cut = Cut.from_plain(found)
             files = _Files(tuple(map(str, found["files"])), str(found["buffers"]))
             if found["fingerprint"] != layout.fingerprint.hex():
                 held = f"version {cut.version} of run {cut.run_id}, of another model"
@@ -297,13 +297,16 @@ class DirectorySink(Sink):
         cuts = edges.clip(common.start, common.end) - base
         offsets = None if entries.offsets is None else entries.offsets.numpy()
         bounds = cuts if offsets is None else np.searchsorted(offsets, cuts)
-        header, data = _header(path)
+        try:
+            header, data = _header(path)
+        except ValueError as error:
+            raise OSError(f"{path} is damaged: {error}") from error
         for number in np.flatnonzero(np.diff(bounds)):
             spec, edge = layout.parameters[places.start + int(number)], int(edges[number])
             first, last = int(bounds[number]), int(bounds[number + 1])
-            begin, end = header[spec.name]["data_offsets"]
-            if end - begin != spec.nbytes:
-                raise ValueError(f"{path.name} has another {spec.name}")
+            begin, end = header.get(spec.name, {}).get("data_offsets", (0, 0))
+            if end - begin != spec.nbytes or data + end > path.stat().st_size:
+                raise OSError(f"{path} is damaged: {spec.name} is not whole")
             words = np.memmap(path, _WORDS[spec.dtype], mode, data + begin, (spec.numel,))
             where: Any = slice(first + base - edge, last + base - edge)
             if offsets is not None:

@@ -20,6 +20,7 @@ from psclient.errors import (
     FollowerNotReadyError,
     RolledBackError,
     ServerFaultError,
+    ServerNotReadyError,
     SparsepsError,
     from_refusal,
 )
@@ -49,6 +50,7 @@ _ATTEMPT_SECONDS = 10.0  # for a lost server, before everything is looked up ane
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
 _CLOSING_SECONDS, _LEAVING_SECONDS = 5.0, 1.0
 _COMPLAINT_SECONDS = 60.0
+_POLL_SECONDS = 0.05
 _FIRST_WAIT_SECONDS = 1.0  # for a model, before the server's word that there is none is passed on
 _GONE = (ErrorCode.NO_SUCH_CUT, ErrorCode.STALE_GENERATION, ErrorCode.NOT_INITIALISED)
 """Refusals after which the newest cut is asked for again."""
@@ -247,7 +249,7 @@ class Follower:
             except Exception as error:
                 log.exception("following has failed; it is tried again")
                 self._note(error)
-            if isinstance(self._error, OSError) and not isinstance(self._error, SparsepsError):
+            if not isinstance(self._error, SparsepsError):
                 self._readers = []  # the sink looks anew at what it holds
             if is_cancelled():
                 break
@@ -305,13 +307,13 @@ class Follower:
         if layout is None:
             raise ServerFaultError("the server names a cut, and not the model's tensors")
         if len(cut.shards) != len(self._connections):
-            raise ConfigurationError(
-                f"the model has {len(cut.shards)} shards, and {len(self._connections)} addresses are given: name each "
+            raise ServerNotReadyError(
+                f"the model has {len(cut.shards)} shards, and {len(self._connections)} addresses are known: name each "
                 "shard once, in order"
             )
         if not self._readers:
             self._cut = self._sink.open(layout)
-            self._last = self._cut or self._last
+            self._last = self._cut or self._last or self._sink.last
             spans = layout.shard_spans(len(cut.shards))
             each = enumerate(zip(self._connections, spans, strict=True))
             self._readers = [ShardReader(connection, i, layout, span) for i, (connection, span) in each]
@@ -371,16 +373,17 @@ class Follower:
                 f"the server has run {cut.run_id}, and here is version {held.version} of run {held.run_id}: make "
                 "another follower, or allow_older=True (--allow-older), to leave that"
             )
-        if cut.is_older_than(held):
+        if (shard := cut.older_shard(held)) is not None:
+            now, before = cut.shards[shard].version, held.shards[shard].version
             raise RolledBackError(
-                f"the run has gone back to version {cut.version}, and here is version {held.version}: it stays until "
-                "the run is ahead again; allow_older=True (--allow-older) follows back"
+                f"shard {shard} of the run has gone back to version {now}, and version {before} of it is held: that "
+                "stays until the run is ahead again; allow_older=True (--allow-older) follows back"
             )
 
     def _go_to(self, cut: Cut, layout: ModelLayout) -> None:
         """Fetch, verify, stage and commit a cut."""
         if not self._sink.is_current():
-            log.warning("the tensors that follow were replaced: all is fetched anew")
+            log.warning("others have written to what follows, or replaced it: all is fetched anew")
             self._cut = self._sink.open(layout)
         held = self._cut if self._cut is not None and self._cut.run_id == cut.run_id else None
         fetched = self._fetch(cut, held, self._sink.buffers() if held is not None else b"")
@@ -403,7 +406,7 @@ class Follower:
             self._sink.abort()
             raise
         try:
-            with self._holds.alone(), torch.no_grad():
+            with self._holds.alone(is_cancelled), torch.no_grad():
                 try:
                     self._sink.commit()
                 except BaseException:
@@ -485,12 +488,15 @@ class Follower:
     def close(self) -> None:
         """Stop following; the sink keeps what it holds. Harmless twice."""
         self._job.cancelled = True
-        for connection in [*self._connections]:
-            with contextlib.suppress(ValueError, RuntimeError):
-                connection.cancel_unawaited()
         if executor.current() is self._job:  # called by on_cut: the thread ends behind that
             return
-        self._thread.close(_CLOSING_SECONDS)
+        end = time.monotonic() + _CLOSING_SECONDS
+        while not self._job.finished and time.monotonic() < end:
+            for connection in [*self._connections]:  # also those calls that begin just now
+                with contextlib.suppress(ValueError, RuntimeError):
+                    connection.cancel_unawaited()
+            self._job.wait(_POLL_SECONDS)
+        self._thread.close(_POLL_SECONDS)
         for thread in self._threads:
             thread.close(_CLOSING_SECONDS)
 

@@ -2,8 +2,10 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+_POLL_SECONDS = 0.1
 
 
 class Holds:
@@ -47,13 +49,15 @@ class Holds:
                     self._condition.notify_all()
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Hold it alone."""
+    def alone(self, is_cancelled: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Hold it alone; raises ``InterruptedError`` if nobody wants that any more."""
         with self._condition:
             self._waiting_alone += 1
             try:
                 while self._is_alone or self._holders:
-                    self._condition.wait()
+                    self._condition.wait(_POLL_SECONDS)
+                    if is_cancelled():
+                        raise InterruptedError
                 self._is_alone = True
             finally:
                 self._waiting_alone -= 1

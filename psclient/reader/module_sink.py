@@ -41,19 +41,22 @@ class ModuleSink(Sink):
         """Find the module's tensors; return the cut that they hold."""
         tensors, buffers = self._tensors_of(layout), self._named("_buffers")
         places = _places_of(tensors)
-        if self._layout is None or layout.fingerprint != self._layout.fingerprint or places != self._places:
+        is_other = self._layout is None or layout.fingerprint != self._layout.fingerprint or places != self._places
+        if is_other or self._replica is None or self._replica.written():
             self._replica, self._held = Replica(layout, tensors), None
         self._buffers = [self._find(spec, buffers) for spec in layout.buffers]
         self._layout, self._places = layout, places
         return self._held
 
     def is_current(self) -> bool:
-        """Tell whether the module has the tensors, in the memory, that were found: ``half()`` and others replace them.
+        """Tell whether the module has the tensors that were found, in the same memory, and nobody has written to them.
 
-        Raises :class:`ConfigurationError` if it has others that do not fit.
+        ``half()`` and others replace them. Writes through ``.data`` leave no trace. Raises
+        :class:`ConfigurationError` if the module has tensors that do not fit.
         """
-        layout = self._layout
-        return layout is not None and _places_of(self._tensors_of(layout)) == self._places
+        if self._layout is None or self._replica is None or _places_of(self._tensors_of(self._layout)) != self._places:
+            return False
+        return not self._replica.written()
 
     def read(self, entries: SparseSlice) -> SparseSlice:
         """Return the module's values at the places of these entries."""

@@ -36,7 +36,12 @@ class Sink(ABC):
 
     :meth:`stage` may take its time, and changes nothing that others see; :meth:`commit` is short, and nobody is inside
     :meth:`~psclient.reader.follower.Follower.hold` meanwhile.
+
+    Attributes:
+        last: the cut that was committed last, as far as :meth:`open` has found out, whether it is whole or not.
     """
+
+    last: Cut | None = None
 
     @abstractmethod
     def open(self, layout: ModelLayout) -> Cut | None:

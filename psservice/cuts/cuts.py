@@ -166,6 +166,8 @@ class Cuts:
         with self._lock:
             if model is self._shard.model:  # and no other was installed meanwhile
                 self._kept = [*self._kept, cut][-_KEPT:]
+            else:
+                self._shadow = None
 
     def own(self) -> tuple[int, ShardVersion | None]:
         """Return the number of the newest cut that this shard has taken part in, and its version there."""
@@ -241,7 +243,11 @@ class Cuts:
             if not goes_on:  # the next question starts a thread
                 self._kept, self.newest, self.wanted, self._thread, self._shadow = [], None, 0, None, None
         if goes_on:
-            self.make_if_due()
+            try:
+                self.make_if_due()
+            except Exception as error:  # whatever it was, readers get a cut once it is over
+                log.exception("a cut could not be made")
+                self.trouble = f"a cut could not be made: {error}"
         elif had_readers and self._num_shards > 1:
             self._shard.tell_shards()
         return goes_on

@@ -1,5 +1,6 @@
 """Modules and directories that follow a run of real servers: one whole version at any time, and soon the newest."""
 
+import os
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from psclient.settings import ClientSettings
 from tests.system.following.following_tools import READING, SECONDS, loaded, parameters_of, same, training
 from tests.system.line import Line
 from tests.system.scripts import marked
-from tests.system.tools import make_model, wait_until
+from tests.system.tools import QUICK, make_model, wait_until
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -167,7 +168,7 @@ def test_buffers_follow_too_and_the_end_of_a_run_without_a_push():
         wait_until(lambda: all(torch.equal(value, state[name]) for name, value in module.state_dict().items()), SECONDS)
 
 
-@pytest.mark.parametrize("failure", ["removed", "full"])
+@pytest.mark.parametrize("failure", ["removed", "cut", "full"])
 def test_a_directory_that_fails_is_followed_again(tmp_path, failure, monkeypatch):
     path = tmp_path / "m"
     with LocalServer(cut_seconds=0.01) as server, training(server) as run:
@@ -176,6 +177,10 @@ def test_a_directory_that_fails_is_followed_again(tmp_path, failure, monkeypatch
             follower.wait_for(1, SECONDS)
             if failure == "removed":
                 shutil.rmtree(path)
+                version = run.steps(2)
+            elif failure == "cut":
+                for file in path.glob("*00001.safetensors"):
+                    os.truncate(file, 40)
                 version = run.steps(2)
             else:
                 with monkeypatch.context() as patch:
@@ -266,7 +271,7 @@ def test_what_others_have_written_into_a_module_is_found_and_mended(caplog):
             version = run.steps(2)
             wait_until(lambda: follower.ready and follower.version == version, SECONDS)
             wait_until(lambda: same(parameters_of(module), run.versions[version]), SECONDS)
-    assert "others have written to it" in caplog.text
+    assert "others have written to" in caplog.text
 
 
 def replace_parameter(module):
@@ -442,6 +447,70 @@ def test_the_end_of_a_run_is_told_and_its_last_version_held():
         assert same(parameters_of(module), run.versions[5])
         with pytest.raises(errors.FollowerNotReadyError, match="the run is over"):
             follower.wait_for(6, SECONDS)
+
+
+def test_nothing_is_written_after_the_end_although_a_version_waited(tmp_path):
+    module = make_model(1)
+    with LocalServer(cut_seconds=0.01) as server, training(server) as run:
+        run.steps()
+        follower = psclient.follow(server, module, settings=READING)
+        with follower.hold(SECONDS) as cut:
+            run.steps(3)
+            wait_until(lambda: follower._holds._waiting_alone == 1)
+            began = time.monotonic()
+            follower.close()
+            assert follower.is_over
+            assert time.monotonic() - began < 4.0
+        assert follower.version == cut.version
+        assert same(parameters_of(module), run.versions[cut.version])
+
+
+def test_writes_to_values_that_no_push_changes_are_found():
+    table, module = torch.nn.Embedding(1000, 16), torch.nn.Embedding(1000, 16)
+    with LocalServer(cut_seconds=0.01) as server:
+        optimizer = psclient.GradientDropping(
+            table.parameters(), lr=0.1, model=table, server=server, settings=QUICK, density=0.01
+        )
+
+        def step():
+            optimizer.zero_grad()
+            table(torch.randint(0, 50, (32, 1))).pow(2).sum().backward()
+            optimizer.step()
+            return optimizer.version
+
+        with optimizer, psclient.follow(server, module, settings=READING) as follower:
+            follower.wait_for(step(), SECONDS)
+            with follower.hold(), torch.no_grad():
+                module.weight[500:].zero_()
+            version = step()
+            wait_until(lambda: follower.ready and follower.version == version, SECONDS)
+            wait_until(lambda: torch.equal(module.weight, psclient.download(server)["weight"]), SECONDS)
+
+
+def test_what_was_held_is_not_forgotten_when_it_is_lost(tmp_path):
+    module, fails = make_model(1), []
+    with LocalServer(data_dir=tmp_path, cut_seconds=0.01) as server, training(server) as run:
+        version = run.steps(6)
+        sink = psclient.ModuleSink(module)
+        real = sink.stage
+
+        def stage(staged):
+            if fails:
+                raise OSError(5, "Input/output error")
+            real(staged)
+
+        sink.stage = stage
+        with Follower(server, sink, READING) as follower:
+            follower.wait_for(version, SECONDS)
+            fails.append(True)
+            with torch.no_grad():
+                module[0].weight.add_(1.0)
+            run.steps()
+            wait_until(lambda: not follower.ready and isinstance(follower.error, OSError), SECONDS)
+            restored(server, 2)
+            fails.clear()
+            wait_until(lambda: isinstance(follower.error, errors.RolledBackError), SECONDS)
+            assert not follower.ready
 
 
 def test_a_closed_follower_says_so_and_keeps_its_model():
