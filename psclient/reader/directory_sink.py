@@ -281,11 +281,10 @@ class DirectorySink(Sink):
     def _write(self, path: Path, group: range, change: SparseSlice) -> None:
         for spec, words, first, last, where in self._parts(path, group, change, "r+"):
             words[where] = words_of(change.values[first:last].to(spec.dtype)).astype(words.dtype)
-            words.flush()
 
     def _parts(
         self, path: Path, group: range, entries: SparseSlice, mode: Any
-    ) -> Iterator[tuple[TensorSpec, "np.memmap[Any, Any]", int, int, slice | NDArray[np.int64]]]:
+    ) -> Iterator[tuple[TensorSpec, NDArray[Any], int, int, slice | NDArray[np.int64]]]:
         """Yield each tensor of a file that entries lie in: its words, which entries, and where in the tensor."""
         layout = self._layout
         assert layout is not None
@@ -301,17 +300,20 @@ class DirectorySink(Sink):
             header, data = _header(path)
         except ValueError as error:
             raise OSError(f"{path} is damaged: {error}") from error
+        raw = np.memmap(path, np.uint8, mode)
         for number in np.flatnonzero(np.diff(bounds)):
             spec, edge = layout.parameters[places.start + int(number)], int(edges[number])
             first, last = int(bounds[number]), int(bounds[number + 1])
             begin, end = header.get(spec.name, {}).get("data_offsets", (0, 0))
-            if end - begin != spec.nbytes or data + end > path.stat().st_size:
+            if end - begin != spec.nbytes or data + end > raw.size:
                 raise OSError(f"{path} is damaged: {spec.name} is not whole")
-            words = np.memmap(path, _WORDS[spec.dtype], mode, data + begin, (spec.numel,))
+            words = raw[data + begin : data + end].view(_WORDS[spec.dtype])
             where: Any = slice(first + base - edge, last + base - edge)
             if offsets is not None:
                 where = offsets[first:last] + (base - edge)
             yield spec, words, first, last, where
+        if mode != "r":
+            raw.flush()
 
     def _remove_others(self) -> None:
         """Remove what no version needs: that before stays, for whoever reads it."""
