@@ -39,6 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="a program with its arguments, without a shell, that is run after each version; SPARSEPS_VERSION, "
         "SPARSEPS_DIRECTORY and others are set",
     )
+    follow.add_argument(
+        "--dtype",
+        choices=("run", "float16", "bfloat16"),
+        default="run",
+        help="in which the files have the run's float32 parameters (default: as the run); 16 bits need fewer bytes: "
+        "only what differs once it is rounded is fetched",
+    )
     follow.add_argument("--once", action="store_true", help="end when a version is there")
     follow.add_argument(
         "--timeout",
@@ -73,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 ",".join(options.addresses),
                 options.out,
                 options.exec,
+                dtype=options.dtype,
                 once=options.once,
                 seconds=options.timeout,
                 allow_older=options.allow_older,

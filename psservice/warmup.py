@@ -6,6 +6,7 @@ import numpy as np
 
 from pscore import warmup
 from pscore.model import digest_loops
+from psservice.cuts import stamp_loops
 from psservice.model import union_loops
 from psservice.replies import reply_loops
 from psservice.rules.rmsprop import step_at
@@ -17,7 +18,8 @@ def warm_up(is_over: Callable[[], bool] = lambda: False) -> None:
 
     ``is_over`` is asked between the parts, each of which takes a few seconds on an idle machine.
     """
-    for part in (warmup.warm_up, union_loops.warm_up, digest_loops.warm_up, reply_loops.warm_up, _warm_up_rules):
+    loops = (union_loops, digest_loops, reply_loops, stamp_loops)
+    for part in (warmup.warm_up, *(each.warm_up for each in loops), _warm_up_rules):
         if is_over():
             return
         part()

@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 
+import torch
+
 from psclient import settings
 from psclient.errors import ConfigurationError
 from psclient.reader.cut import Cut
@@ -17,10 +19,11 @@ from psclient.reader.follower import Follower
 from pscore.names import escaped, shown
 from pscore.units import human_bytes
 
+DTYPES = {"run": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _POLL_SECONDS = 0.5
 
 
-def run(addresses: str, out: str, command: str, *, once: bool, seconds: float, allow_older: bool) -> int:
+def run(addresses: str, out: str, command: str, *, dtype: str, once: bool, seconds: float, allow_older: bool) -> int:
     """Follow until the run is over, SIGINT or SIGTERM; with ``once`` until one version is there, at most ``seconds``.
 
     Returns:
@@ -43,7 +46,9 @@ def run(addresses: str, out: str, command: str, *, once: bool, seconds: float, a
         if once and made.wait():
             follower.close()
 
-    follower = Follower(addresses, DirectorySink(out), settings.load(), allow_older=allow_older, on_cut=tell)
+    follower = Follower(
+        addresses, DirectorySink(out, DTYPES[dtype]), settings.load(), allow_older=allow_older, on_cut=tell
+    )
     made.set()
     with follower:
         while not stop.wait(_POLL_SECONDS) and not follower.finished and not follower.is_over:

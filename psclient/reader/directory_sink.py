@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from psclient.errors import ConfigurationError
 from psclient.reader.cut import Cut
 from psclient.reader.shard_reader import digest_of_buffers
-from psclient.reader.sink import Sink, StagedCut
+from psclient.reader.sink import Sink, StagedCut, reader_dtype
 from pscore.model import modelfile
 from pscore.model.buffers import pack
 from pscore.model.digest import ModelDigest, total, words_of
@@ -54,13 +54,17 @@ class _Files:
 class DirectorySink(Sink):
     """Holds a cut in a directory, which is made if it is missing.
 
+    Args:
+        path: of the directory.
+        dtype: in which the files have the run's fp32 parameters: float16 or bfloat16; ``None``: as the run.
+
     Raises:
         ConfigurationError: the directory cannot be made, has a model of another program, or another follower writes to
-            it.
+            it; or another ``dtype`` is named.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
+        self.path, self._dtype = Path(path), reader_dtype(dtype)
         self._lock = -1
         if not str(path):
             raise ConfigurationError("name a directory to follow with: the name is empty")
@@ -75,6 +79,10 @@ class DirectorySink(Sink):
         self._files = _Files(())
         self._staged: tuple[Cut, _Files] | None = None
         self._before: set[str] = set()  # files of the version before
+
+    def dtype(self, layout: ModelLayout | None) -> torch.dtype | None:
+        """Return the type that the files have."""
+        return self._dtype
 
     def open(self, layout: ModelLayout) -> Cut | None:
         """Read the directory; return the cut that the index names, if its files are whole."""
@@ -201,7 +209,7 @@ class DirectorySink(Sink):
             self.last = cut = Cut.from_plain(found)
             files = _Files(tuple(map(str, found["files"])), str(found["buffers"]))
             if found["fingerprint"] != layout.fingerprint.hex():
-                held = f"version {cut.version} of run {cut.run_id}, of another model"
+                held = f"version {cut.version} of run {cut.run_id}, of another model or in another data type"
                 raise ConfigurationError(f"{self.path} holds {held}: name another directory")
             if len(files.names) != len(self._groups) or not all(_OURS.fullmatch(name) for name in files.all()):
                 return nothing

@@ -41,7 +41,7 @@ from pscore.model.digest import ModelDigest
 from pscore.model.layout import ModelLayout
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
-from pscore.wire.messages import layout_from_message
+from pscore.wire.messages import layout_from_message, type_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 log = logging.getLogger("psclient")
@@ -67,6 +67,7 @@ class Follower:
         server: the address of each shard, as for an optimizer.
         sink: where the model goes: a :class:`Sink`, or what takes patches of tensors (:class:`PatchReceiver`).
         settings: how the connection is secured; the default comes from the environment.
+        dtype: in which an engine takes the run's fp32 parameters: float16 or bfloat16; ``None``: as the run has them.
         name: this reader's name in the server's status; the default is made of host and process.
         allow_older: whether to follow a run that has been taken back to an older version, too.
         on_cut: called after each commit, in the follower's thread, with the cut; an error in it is logged.
@@ -81,6 +82,7 @@ class Follower:
         sink: Sink | PatchReceiver,
         settings: ClientSettings | None = None,
         *,
+        dtype: torch.dtype | None = None,
         name: str = "",
         allow_older: bool = False,
         on_cut: Callable[[Cut], object] = lambda cut: None,
@@ -94,7 +96,9 @@ class Follower:
             )
         if not callable(on_cut):
             raise ConfigurationError(f"on_cut= must be a function of a cut, not {on_cut!r}")
-        self._sink = sink if isinstance(sink, Sink) else PatchSink(sink)
+        if dtype is not None and isinstance(sink, Sink):
+            raise ConfigurationError("dtype= is for engines; name that of a directory in DirectorySink(path, dtype)")
+        self._sink = sink if isinstance(sink, Sink) else PatchSink(sink, dtype)
         self._allow_older, self._on_cut = allow_older, on_cut
         self._name = name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self._holds, self._changed = Holds(), threading.Condition()
@@ -110,7 +114,10 @@ class Follower:
         self._error: BaseException | None = None
         self._complained = self._complained_of_callback = float("-inf")
         self._is_over = False
-        self._layout: ModelLayout | None = None
+        self._run_layout: ModelLayout | None = None
+        self._layout: ModelLayout | None = None  # in the sink's data type
+        self._dtype: torch.dtype | None = None
+        self._reading = threading.Lock()  # the sink, from the threads of several shards
         self._connections: list[Connection] = []
         self._readers: list[ShardReader] = []
         self._threads: list[SerialExecutor] = []
@@ -294,18 +301,26 @@ class Follower:
                 self._readers = []
             for reader, connection in zip(self._readers, self._connections, strict=False):
                 reader.connection = connection  # what it has of an unfinished transfer stays
+        dtype = self._sink.dtype(self._run_layout)
+        if dtype != self._dtype:
+            self._dtype, self._known, self._readers = dtype, None, []
         answer = self._await_cut()
         if isinstance(answer, Rejected):
             raise from_refusal(answer)
+        if answer.HasField("layout"):
+            self._run_layout = layout_from_message(answer.layout)
+            self._readers = []
+            if self._sink.dtype(self._run_layout) != dtype:
+                return  # the cut is that of another type: it is asked for anew
         cut = Cut.from_message(answer.cut)
         self._newest_version, self._known = answer.newest_version, cut
         self._require_newer(cut)
-        if answer.HasField("layout"):
-            self._layout = layout_from_message(answer.layout)
-            self._readers = []
-        layout = self._layout
-        if layout is None:
+        if self._run_layout is None:
             raise ServerFaultError("the server names a cut, and not the model's tensors")
+        if not self._readers:
+            self._layout = self._run_layout.viewed_in(dtype)
+        layout = self._layout
+        assert layout is not None
         if len(cut.shards) != len(self._connections):
             raise ServerNotReadyError(
                 f"the model has {len(cut.shards)} shards, and {len(self._connections)} addresses are known: name each "
@@ -316,7 +331,9 @@ class Follower:
             self._last = self._cut or self._last or self._sink.last
             spans = layout.shard_spans(len(cut.shards))
             each = enumerate(zip(self._connections, spans, strict=True))
-            self._readers = [ShardReader(connection, i, layout, span) for i, (connection, span) in each]
+            self._readers = [
+                ShardReader(connection, i, layout, span, dtype, self._read) for i, (connection, span) in each
+            ]
             self._require_newer(cut)  # than what the sink has been found to hold
         if cut != self._cut:
             self._go_to(cut, layout)
@@ -333,8 +350,9 @@ class Follower:
             request = pb.AwaitCutRequest(
                 reader=self._name,
                 version=cut.version if cut is not None else 0,
-                wait_seconds=WAIT_SHARE * seconds if self._layout is not None else _FIRST_WAIT_SECONDS,
-                fingerprint=self._layout.fingerprint if self._layout is not None else b"",
+                wait_seconds=WAIT_SHARE * seconds if self._run_layout is not None else _FIRST_WAIT_SECONDS,
+                fingerprint=self._run_layout.fingerprint if self._run_layout is not None else b"",
+                reader_type=type_to_message(self._dtype),
             )
             known = self._known if self._readers else None
             if known is not None:
@@ -382,6 +400,8 @@ class Follower:
 
     def _go_to(self, cut: Cut, layout: ModelLayout) -> None:
         """Fetch, verify, stage and commit a cut."""
+        if self._sink.dtype(self._run_layout) != self._dtype:
+            return  # others have converted what follows: the cut is asked for anew
         if not self._sink.is_current():
             log.warning("others have written to what follows, or replaced it: all is fetched anew")
             self._cut = self._sink.open(layout)
@@ -478,7 +498,8 @@ class Follower:
         return None
 
     def _read(self, change: SparseSlice) -> SparseSlice | None:
-        return self._sink.read(change) if self._cut is not None else None
+        with self._reading:
+            return self._sink.read(change) if self._cut is not None else None
 
     def _disconnect(self) -> None:
         for connection in self._connections:
@@ -532,7 +553,8 @@ def follow(
 
     Args:
         server: the address of each shard, as for an optimizer.
-        module: built as the workers build theirs, on any device; frozen parameters are the caller's.
+        module: built as the workers build theirs, on any device, or converted by ``half()`` or ``bfloat16()``; frozen
+            parameters are the caller's.
         rename: returns the module's name of a tensor from the run's.
         settings: as for :class:`Follower`, and so the other three.
         name: of this reader.

@@ -14,6 +14,7 @@ from pscore.model.buffers import pack
 from pscore.model.layout import ModelLayout, TensorSpec
 from pscore.model.sparse_slice import SparseSlice
 from pscore.names import shown
+from pscore.wire.messages import READER_DTYPES
 
 Rename = Callable[[str], str]
 """Returns what the module calls a tensor, from the name that the run has for it."""
@@ -37,6 +38,17 @@ class ModuleSink(Sink):
         self._buffers: list[torch.Tensor] = []
         self._staged: StagedCut | None = None
 
+    def dtype(self, layout: ModelLayout | None) -> torch.dtype | None:
+        """Return the one 16-bit type in which the module has what the run has in fp32; ``None`` if there is none."""
+        named = self._named("_parameters")
+        specs = layout.parameters if layout is not None else ()
+        names = [
+            self._rename(name) for spec in specs if spec.dtype == torch.float32 for name in (spec.name, *spec.aliases)
+        ]
+        tensors = named.values() if layout is None else (named[name] for name in names if name in named)
+        found = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+        return found.pop() if len(found) == 1 and found <= {*READER_DTYPES} else None
+
     def open(self, layout: ModelLayout) -> Cut | None:
         """Find the module's tensors; return the cut that they hold."""
         tensors, buffers = self._tensors_of(layout), self._named("_buffers")
@@ -44,7 +56,7 @@ class ModuleSink(Sink):
         is_other = self._layout is None or layout.fingerprint != self._layout.fingerprint or places != self._places
         if is_other or self._replica is None or self._replica.written():
             self._replica, self._held = Replica(layout, tensors), None
-        self._buffers = [self._find(spec, buffers) for spec in layout.buffers]
+        self._buffers = [self._find(spec, buffers, may_be_narrow=True) for spec in layout.buffers]
         self._layout, self._places = layout, places
         return self._held
 
@@ -68,8 +80,13 @@ class ModuleSink(Sink):
         return SparseSlice(entries.span, entries.offsets, values)
 
     def buffers(self) -> bytes:
-        """Return the module's buffers as they are: a forward pass in training mode changes them."""
-        return pack(self._buffers)
+        """Return the module's buffers as they are: a forward pass in training mode changes them.
+
+        Nothing if some are of 16 bits and the run's of 32: they come with each version.
+        """
+        assert self._layout is not None
+        is_same = all(mine.dtype == spec.dtype for mine, spec in zip(self._buffers, self._layout.buffers, strict=True))
+        return pack(self._buffers) if is_same else b""
 
     def stage(self, staged: StagedCut) -> None:
         """Keep what is to be written."""
@@ -131,7 +148,7 @@ class ModuleSink(Sink):
                 )
         return tensors
 
-    def _find(self, spec: TensorSpec, named: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _find(self, spec: TensorSpec, named: dict[str, torch.Tensor], *, may_be_narrow: bool = False) -> torch.Tensor:
         names = [self._rename(name) for name in (spec.name, *spec.aliases)]
         found = next((named[name] for name in names if name in named), None)
         if found is None:
@@ -143,9 +160,13 @@ class ModuleSink(Sink):
             raise ConfigurationError(
                 f"{shown(names[0])} is on the meta device: call module.to_empty(device=...) before"
             )
-        if tuple(found.shape) != spec.shape or found.dtype != spec.dtype:
+        is_narrow = may_be_narrow and spec.dtype == torch.float32 and found.dtype in READER_DTYPES
+        if tuple(found.shape) != spec.shape or not (found.dtype == spec.dtype or is_narrow):
             is_here = TensorSpec(names[0], tuple(found.shape), found.dtype).describe()
-            raise ConfigurationError(f"the module has {is_here}, and the run {spec.describe()}: both must be alike")
+            raise ConfigurationError(
+                f"the module has {is_here}, and the run {spec.describe()}: both must be alike, or the module must have "
+                "all that is float32 in the run in float16, or in bfloat16"
+            )
         return found
 
 

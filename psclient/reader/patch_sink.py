@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from psclient.reader.cut import Cut
-from psclient.reader.sink import Sink, StagedCut
+from psclient.reader.sink import Sink, StagedCut, reader_dtype
 from pscore.model.layout import ModelLayout, TensorSpec
 from pscore.model.sparse_slice import SparseSlice
 
@@ -46,14 +46,18 @@ class PatchReceiver(Protocol):
 class PatchSink(Sink):
     """Hands patches to a receiver. What it holds cannot be read, so the digests of differences cannot be checked.
 
-    Their transfer is checked by its checksum, and whole models by their digest.
+    Their transfer is checked by its checksum, and whole models by their digest. ``dtype`` is that of :class:`Sink`.
     """
 
-    def __init__(self, receiver: PatchReceiver) -> None:
-        self._receiver = receiver
+    def __init__(self, receiver: PatchReceiver, dtype: torch.dtype | None = None) -> None:
+        self._receiver, self._dtype = receiver, reader_dtype(dtype)
         self._held: Cut | None = None
         self._cut: Cut | None = None
         self._fingerprint = b""
+
+    def dtype(self, layout: ModelLayout | None) -> torch.dtype | None:
+        """Return what was asked for."""
+        return self._dtype
 
     def open(self, layout: ModelLayout) -> Cut | None:
         """Return the cut that the receiver holds; ``None`` if a commit has failed."""

@@ -2,10 +2,12 @@
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from psclient.errors import ServerFaultError
 from psclient.reader.cut import Cut, ShardVersion
@@ -19,6 +21,7 @@ from pscore.wire import frames
 from pscore.wire.codecs.names import READABLE_INDEX_CODECS
 from pscore.wire.dense import split_values
 from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.messages import type_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 
@@ -55,11 +58,26 @@ class _Partial:
 class ShardReader:
     """Fetches one shard's part of cuts over a connection.
 
-    ``span`` is the shard's range, ``index`` its number.
+    Args:
+        connection: to the shard.
+        index: the shard's number.
+        layout: as the reader has it.
+        span: the shard's range.
+        dtype: in which the reader has the run's fp32 parameters; ``None``: as the run.
+        read: returns what the reader holds at the places of entries, fp32 on the host, or ``None``; from any thread.
     """
 
-    def __init__(self, connection: Connection, index: int, layout: ModelLayout, span: Span) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        index: int,
+        layout: ModelLayout,
+        span: Span,
+        dtype: torch.dtype | None = None,
+        read: Callable[[SparseSlice], SparseSlice | None] = lambda entries: None,
+    ) -> None:
         self.connection, self.index, self.span, self._layout = connection, index, span, layout
+        self._dtype, self._read_held = dtype, read
         self.downlink = Bandwidth()
         self._partial: _Partial | None = None
 
@@ -72,12 +90,13 @@ class ShardReader:
         if held is not None and len(held.shards) == len(cut.shards):
             base = held.shards[self.index]
             base = base if base.generation == version.generation and base.version <= version.version else None
-        wants_buffers = self.index == 0 and cut.buffers_digest
+        wants_buffers = cut.buffers_digest if self.index == 0 else b""
         known = digest_of_buffers(buffers) if wants_buffers and buffers else b""
 
         def attempt(seconds: float) -> FetchedShard:
             before = self._usable(version, base)
             request = self._request(version, base, before, known)
+            request.cut_buffers_digest = wants_buffers
             stream = Stream(self.connection.cuts, [request.SerializeToString()])
             try:
                 with self.connection.tracked(stream):
@@ -119,7 +138,29 @@ class ShardReader:
             buffers_digest=known,
             index_codecs=READABLE_INDEX_CODECS,
             link_bytes_per_second=self.downlink.bytes_per_second or 0.0,
+            reader_type=type_to_message(self._dtype),
+            residues=self._takes_residues(base, before),
         )
+
+    def _takes_residues(self, base: ShardVersion | None, before: _Partial | None) -> bool:
+        """Tell whether all of a version is held in words of 16 bits, and can be read."""
+        if base is None or before is not None:
+            return False
+        nothing = torch.empty(0, dtype=torch.int64, device="cpu")
+        narrow = [run for dtype, run in self._layout.dtype_runs(self.span) if dtype.itemsize == 2]
+        return bool(narrow) and self._read_held(SparseSlice(narrow[0], nothing, nothing.float())) is not None
+
+    def _own(self, span: Span, offsets: NDArray[np.int64] | None) -> torch.Tensor:
+        """Return what is held at offsets of a span, in its 16-bit type; raises :class:`Rejected` if it has none."""
+        types = {dtype for dtype, _ in self._layout.dtype_runs(span)}
+        if len(types) != 1 or next(iter(types)).itemsize != 2:
+            raise Rejected(ErrorCode.BAD_CHUNK, f"residues for [{span.start}, {span.end}), which has other types")
+        places = None if offsets is None else torch.from_numpy(offsets)
+        count = span.length if places is None else places.numel()
+        held = self._read_held(SparseSlice(span, places, torch.empty(count, dtype=torch.float32, device="cpu")))
+        if held is None:
+            raise Rejected(ErrorCode.BAD_CHUNK, "residues, which this reader cannot complete")
+        return held.values.to(types.pop())
 
     def _read(
         self,
@@ -129,7 +170,8 @@ class ShardReader:
         before: _Partial | None,
         policy: RetryPolicy,
     ) -> FetchedShard:
-        reader, buffers = frames.ChunkReader(self.span), b""
+        own = self._own if self._takes_residues(base, before) else None
+        reader, buffers = frames.ChunkReader(self.span, own=own), b""
         pieces: frames.BytesReader | None = None
         received, began = 0, 0.0
         for data in messages:

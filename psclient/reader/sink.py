@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from psclient.errors import ConfigurationError
 from psclient.reader.cut import Cut
 from pscore.model.layout import ModelLayout
 from pscore.model.sparse_slice import SparseSlice
+from pscore.wire.messages import READER_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class StagedCut:
 
 
 class Sink(ABC):
-    """Holds one cut, whole. A follower calls it from its own thread, one call at a time.
+    """Holds one cut, whole. A follower calls it from its own threads, one call at a time.
 
     :meth:`stage` may take its time, and changes nothing that others see; :meth:`commit` is short, and nobody is inside
     :meth:`~psclient.reader.follower.Follower.hold` meanwhile.
@@ -42,6 +44,14 @@ class Sink(ABC):
     """
 
     last: Cut | None = None
+
+    def dtype(self, layout: ModelLayout | None) -> torch.dtype | None:
+        """Return in which data type the sink holds the fp32 parameters of a run, which may not be known yet.
+
+        float16 or bfloat16, in which case :meth:`open` and all else get the layout in that type; ``None``: as the run
+        has them. It is asked before each cut.
+        """
+        return None
 
     @abstractmethod
     def open(self, layout: ModelLayout) -> Cut | None:
@@ -78,3 +88,15 @@ class Sink(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release what the sink occupies; what it holds stays."""
+
+
+def reader_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+    """Check a data type that a user names for the fp32 parameters of a run; float32 is that of the run.
+
+    Raises :class:`ConfigurationError` for others than float16 and bfloat16.
+    """
+    if dtype is None or dtype == torch.float32:
+        return None
+    if dtype not in READER_DTYPES:
+        raise ConfigurationError(f"dtype= must be torch.float32, torch.float16 or torch.bfloat16, not {dtype!r}")
+    return dtype

@@ -7,7 +7,7 @@ import bisect
 import hashlib
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 
@@ -138,6 +138,13 @@ class ModelLayout:
         for tensor in self.frozen:
             add("frozen", tensor.spec, tensor.digest)
         return digest.digest()
+
+    def viewed_in(self, dtype: torch.dtype | None) -> "ModelLayout":
+        """Return the layout of a model that holds the fp32 parameters in another dtype; ``None``: this layout."""
+        if dtype is None or all(spec.dtype != torch.float32 for spec in self.parameters):
+            return self
+        viewed = [replace(spec, dtype=dtype) if spec.dtype == torch.float32 else spec for spec in self.parameters]
+        return replace(self, parameters=tuple(viewed))
 
     def span(self, position: int) -> Span:
         """Return the span of parameter number ``position``."""

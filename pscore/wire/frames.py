@@ -1,6 +1,6 @@
 """Segments to messages and back; an update becomes bytes nowhere else."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -10,7 +10,8 @@ from isal.isal_zlib import crc32
 
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
-from pscore.wire.codecs.format import MAX_ENTRIES, ValueFormat
+from pscore.wire.codecs import residue
+from pscore.wire.codecs.format import MAX_ENTRIES, Offsets, ValueFormat
 from pscore.wire.codecs.index import INDEX_FORMATS, choose, decode_offsets
 from pscore.wire.codecs.values import CODEC_OF_DTYPE, VALUE_FORMATS, decode_values, host_values
 from pscore.wire.errors import ErrorCode, Rejected
@@ -23,6 +24,10 @@ FRAMING_BYTES = 5
 
 _RAW_INDEX_BYTES = 4  # what RAW32 needs for an entry; a codec that the cost model chooses hardly ever needs more
 _MAX_CHUNK_SPAN = 1 << 32  # offsets in a chunk are uint32
+
+
+Own = Callable[[Span, Offsets | None], torch.Tensor]
+"""Returns a receiver's values, fp16 or bf16 on the host, at offsets of a span, or at every element."""
 
 
 class Checksum:
@@ -147,12 +152,17 @@ def _chunk(
 
 
 def decode(
-    chunk: pb.Chunk, within: Span, values: memoryview | None = None, *, origin: int | None = None
+    chunk: pb.Chunk,
+    within: Span,
+    values: memoryview | None = None,
+    *,
+    origin: int | None = None,
+    own: Own | None = None,
 ) -> SparseSlice:
     """Read one chunk, which must lie inside ``within``, to fp32 values on the host.
 
     ``values`` are the value bytes of a chunk that has none itself. The offsets of a sparse one count from ``origin``,
-    if that is given, so that the slice's span begins there.
+    if that is given, so that the slice's span begins there. Residues are completed from the receiver's ``own`` values.
 
     Raises:
         Rejected: ``BAD_CHUNK``, ``UNKNOWN_CODEC`` or ``NON_FINITE``; nothing is allocated from an unchecked length.
@@ -166,29 +176,43 @@ def decode(
         raise Rejected(ErrorCode.BAD_CHUNK, f"{count} entries in a span of {length} elements")
     index, indices = chunk.index_codec, chunk.indices
     data = cast(bytes, values) if values else chunk.values  # a codec reads any buffer
-    decoded = torch.from_numpy(decode_values(chunk.value_codec, data, count))
+    is_residues = own is not None and chunk.value_codec == pb.VALUE_CODEC_RESIDUE
+    decoded = None if is_residues else torch.from_numpy(decode_values(chunk.value_codec, data, count))
+    offsets: Offsets | None = None
     if index == pb.INDEX_CODEC_DENSE:
         if count != length or indices:
             raise Rejected(ErrorCode.BAD_CHUNK, "a dense chunk must hold every element of its span and no index bytes")
-        return SparseSlice(Span(start, end), None, decoded)
-    origin = start if origin is None else origin
-    offsets = decode_offsets(index, indices, count, length, start - origin)
-    return SparseSlice(Span(origin, end), torch.from_numpy(offsets), decoded)
+        span = Span(start, end)
+    else:
+        span = Span(start if origin is None else origin, end)
+        offsets = decode_offsets(index, indices, count, length, start - span.start)
+    if decoded is None:
+        assert own is not None
+        if count > MAX_ENTRIES:
+            raise Rejected(ErrorCode.BAD_CHUNK, f"{count} entries in one chunk, at most {MAX_ENTRIES} are taken")
+        mine = own(span, offsets)
+        words = residue.decode(data, mine.view(torch.uint16).numpy())
+        decoded = torch.from_numpy(words).view(mine.dtype).float()
+        if not bool(decoded.isfinite().all()):
+            raise Rejected(ErrorCode.NON_FINITE, "a value of residues is not finite")
+    return SparseSlice(span, None if offsets is None else torch.from_numpy(offsets), decoded)
 
 
 class ChunkReader:
     """Decodes the chunks of one ascending sequence ``within`` a span, and checks their order.
 
     ``checksum`` counts for the commit; a stream of several sequences has one. ``position`` is the index behind the
-    ``segments`` read so far; ``origin`` is as for :func:`decode`.
+    ``segments`` read so far; ``origin`` and ``own`` are as for :func:`decode`.
     """
 
-    def __init__(self, within: Span, checksum: Checksum | None = None, origin: int | None = None) -> None:
+    def __init__(
+        self, within: Span, checksum: Checksum | None = None, origin: int | None = None, own: Own | None = None
+    ) -> None:
         self.within = within
         self.checksum = checksum or Checksum()
         self.segments: list[SparseSlice] = []
         self.position = within.start
-        self._origin = origin
+        self._origin, self._own = origin, own
 
     def read(self, chunk: pb.Chunk, *values: memoryview) -> SparseSlice:
         """Decode the next chunk, whose value bytes are ``values`` or its own.
@@ -198,7 +222,7 @@ class ChunkReader:
         if chunk.start < self.position:
             order = f"chunk at {chunk.start} overlaps or precedes what came before {self.position}"
             raise Rejected(ErrorCode.BAD_CHUNK, order)
-        segment = decode(chunk, self.within, *values, origin=self._origin)
+        segment = decode(chunk, self.within, *values, origin=self._origin, own=self._own)
         self.checksum.add(chunk, *values)
         self.position = segment.span.end
         self.segments.append(segment)

@@ -29,6 +29,9 @@ DATA_TYPES: dict[torch.dtype, "pb.DataType.ValueType"] = {
 }
 _DTYPES = {code: dtype for dtype, code in DATA_TYPES.items()}
 
+READER_DTYPES = (torch.float16, torch.bfloat16)
+"""In which readers may hold the fp32 parameters of a run."""
+
 MOST_ELEMENTS = 1 << 48
 """Of a model: beyond any; keeps a hostile shape from overflowing arithmetic."""
 
@@ -41,6 +44,19 @@ _MAX_DIMENSIONS = 64  # torch's own limit
 def place_of(index: int, num_shards: int) -> str:
     """Write which shard of how many."""
     return f"{index} of {num_shards}"
+
+
+def type_to_message(dtype: torch.dtype | None) -> "pb.DataType.ValueType":
+    """Write the data type in which readers hold fp32 parameters; ``None``: as the run has them."""
+    return pb.DATA_TYPE_UNSPECIFIED if dtype is None else DATA_TYPES[dtype]
+
+
+def type_from_message(code: int) -> torch.dtype | None:
+    """Read what :func:`type_to_message` writes; raises :class:`Rejected` for other types than fp16 and bf16."""
+    dtype: torch.dtype | None = _DTYPES.get(code)  # type: ignore[call-overload]
+    if code != pb.DATA_TYPE_UNSPECIFIED and dtype not in READER_DTYPES:
+        raise Rejected(ErrorCode.BAD_REQUEST, f"readers hold parameters in FLOAT16 or BFLOAT16, and not in type {code}")
+    return dtype
 
 
 def layout_to_message(layout: ModelLayout) -> pb.ModelLayout:

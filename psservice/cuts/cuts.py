@@ -10,47 +10,83 @@ import itertools
 import logging
 import threading
 import time
+from collections import Counter
 from typing import NamedTuple, Protocol
 
 from pscore.model.modelfile import StateDict
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.cuts.readers import Readers
-from psservice.cuts.shadow import Shadow
+from psservice.cuts.shadow import ReaderType, Shadow
 from psservice.cuts.shard_cut import ShardCut
 from psservice.model.parameters import ModelShard
-from psservice.replies.exact_reply import ParameterThread
+from psservice.replies.exact_reply import ModelValues, ParameterThread
 from psservice.storage.environment import Environment
 
 log = logging.getLogger(__name__)
 
 _KEPT = 3  # cuts: the two newest whole ones, and the one that is being made
-_IDLE_SECONDS = 60.0  # without a question, after which no cut is made or kept
+_IDLE_SECONDS = 60.0  # without a question, after which no cut is made
+_FORGET_SECONDS = 3600.0  # without a question, after which nothing is kept; a reader that is back sooner lacks little
+_IDLE_PAUSE_SECONDS = 0.5
+_MOST_VERSIONS = 1024  # of readers, of whom some have gone without a word
 _ALL_SHARDS_SECONDS = 10.0  # for the other shards to take part in a cut
 _AGAIN_SECONDS = 5.0  # after which a cut over several shards is tried although shard 0 has not moved
 _SHARE, _LONGEST_PAUSE_SECONDS = 0.5, 10.0  # of the time that making cuts may take, up to a pause
 
 
 class ShardVersion(NamedTuple):
-    """A shard's part of a cut: as other shards tell it."""
+    """A shard's part of a cut for readers of one data type."""
 
     generation: int
     version: int
     digest: bytes
 
 
+class Wanted(NamedTuple):
+    """The cut that every shard is to take part in, for readers of these data types; number 0 if nobody reads."""
+
+    number: int
+    types: tuple[ReaderType, ...]
+
+
+class Part(NamedTuple):
+    """A shard's part of a cut as shards tell it: digests in the order of the types that are wanted."""
+
+    generation: int
+    version: int
+    digests: tuple[bytes, ...]
+
+
 class Cut(NamedTuple):
     """A cut that may be read.
 
     Attributes:
-        shards: of each shard, in order.
+        shards: of each shard, in order, by the readers' data type.
         buffers_digest: of the buffers; empty if there are none.
         made: when, by the clock of the shard's environment.
     """
 
     number: int
-    shards: tuple[ShardVersion, ...]
+    shards: dict[ReaderType, tuple[ShardVersion, ...]]
     buffers_digest: bytes
     made: float
+
+    @property
+    def version(self) -> int:
+        """Of shard 0."""
+        return self._any[0].version
+
+    @property
+    def generation(self) -> int:
+        """Of shard 0."""
+        return self._any[0].generation
+
+    @property
+    def _any(self) -> tuple[ShardVersion, ...]:
+        return next(iter(self.shards.values()))
+
+
+_NO_READERS = Wanted(0, ())
 
 
 class CutShard(Protocol):
@@ -91,7 +127,7 @@ class Cuts:
     Attributes:
         newest: the newest cut that may be read; on shard 0.
         trouble: why no cut could be made the last time, in words; empty if one could. On shard 0.
-        wanted: the number of the cut that every shard is to take part in; 0 if nobody reads. On shard 0.
+        wanted: the cut that every shard is to take part in; on shard 0.
         readers: that have asked; on shard 0.
     """
 
@@ -100,7 +136,9 @@ class Cuts:
         self._clock = shard.environment.monotonic
         self._shadow: Shadow | None = None
         self._kept: list[ShardCut] = []  # the oldest first
-        self._told: dict[int, ShardVersion] = {}  # by the index of the shard, of the wanted cut
+        self._types: tuple[ReaderType, ...] = ()  # that readers have asked for
+        self._readers_at = Counter[int]()  # by the version that they have been sent
+        self._told: dict[int, Part] = {}  # by the index of the shard, of the wanted cut
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -108,7 +146,7 @@ class Cuts:
         self._asked_at = self._begun_at = float("-inf")
         self._buffers_at = 0
         self.newest: Cut | None = None
-        self.wanted, self.trouble = 0, ""
+        self.wanted, self.trouble = _NO_READERS, ""
         self.readers = Readers(self._clock)
 
     @property
@@ -119,34 +157,52 @@ class Cuts:
 
     # Questions
 
-    def ask(self) -> Cut | None:
-        """Return the newest cut, and have newer ones made for a while; on shard 0."""
+    def type_of(self, dtype: ReaderType) -> ReaderType:
+        """Return ``None`` in place of a type that makes no difference: the run has no fp32 parameters."""
+        model = self._shard.model
+        return None if model is None or model.layout.viewed_in(dtype) is model.layout else dtype
+
+    def ask(self, dtype: ReaderType = None) -> Cut | None:
+        """Return the newest cut, and have newer ones made for a while, for readers of a data type too; on shard 0."""
+        dtype = self.type_of(dtype)
         with self._lock:
             self._asked_at = self._clock()
+            if dtype not in self._types:
+                self._types = (*self._types, dtype)
             if self._thread is None and not self._stopping.is_set():
                 self._thread = self._shard.environment.start(self._work, "cuts")
         return self.newest
 
-    def find(self, version: ShardVersion) -> ShardCut:
-        """Return this shard's part of a cut; raises :class:`Rejected` (``NO_SUCH_CUT``)."""
+    def find(self, version: ShardVersion, dtype: ReaderType = None, buffers_digest: bytes = b"") -> ShardCut:
+        """Return this shard's part of a cut, with buffers of a digest if one is given.
+
+        Raises :class:`Rejected` (``NO_SUCH_CUT``).
+        """
         with self._lock:
             for cut in reversed(self._kept):
-                if (cut.generation, cut.version, cut.digest) == version:
+                view, has_them = cut.views.get(dtype), buffers_digest in (b"", cut.buffers_digest)
+                if view is not None and has_them and (cut.generation, cut.version, view.digest) == version:
                     return cut
         number, generation = version.version, version.generation
         raise Rejected(
             ErrorCode.NO_SUCH_CUT, f"version {number} of generation {generation} is not, or no longer, that of a cut"
         )
 
+    def values_of(self, cut: ShardCut, version: int) -> ModelValues | None:
+        """Return the values at an older version of a cut's model, if a cut that is kept has them."""
+        with self._lock:
+            found = (each.values for each in self._kept if each.version == version and each.model is cut.model)
+            return next(found, None)
+
     # Making
 
-    def take_part(self, number: int) -> None:
+    def take_part(self, wanted: Wanted) -> None:
         """Open this shard's part of a cut, unless that was done; number 0: keep none. Raises :class:`Rejected`."""
-        if not number:
+        if not wanted.number:
             self.forget()
             return
         with self._lock:
-            if self._kept and self._kept[-1].number == number:
+            if self._kept and self._kept[-1].number == wanted.number:
                 return
         shard, model = self._shard, self._shard.model
         if model is None:
@@ -160,28 +216,57 @@ class Cuts:
         elif not shard.has_room_for_cuts(0):
             with self._lock:  # what is overwritten is kept for cuts
                 self._kept, self.newest = [], None
-        shadow.advance()
-        cut = ShardCut(number, shadow, shard.buffers_now(), self._clock())
+        try:
+            shadow.advance(wanted.types)
+        except Rejected:
+            raise  # before anything has changed
+        except BaseException:
+            self._shadow = None
+            raise
+        cut = ShardCut(wanted.number, shadow, shard.buffers_now(), self._clock(), wanted.types)
         shard.wait_until_durable()
         with self._lock:
+            dropped = self._kept[: 1 - _KEPT]
             if model is self._shard.model:  # and no other was installed meanwhile
                 self._kept = [*self._kept, cut][-_KEPT:]
             else:
                 self._shadow = None
+                return
+        self._track(shadow, dropped)
 
-    def own(self) -> tuple[int, ShardVersion | None]:
-        """Return the number of the newest cut that this shard has taken part in, and its version there."""
+    def _track(self, shadow: Shadow, dropped: list[ShardCut]) -> None:
+        """Have a track of each dropped cut that a reader still has, and none of others."""
+        with self._lock:
+            held = [*self._readers_at]
+        shadow.keep_tracks(held)
+        for cut in dropped:
+            if cut.version in held and shadow.model.versions_name_values:
+                shadow.track(cut.version, cut.values)
+
+    def sent(self, cut: ShardCut, before: int | None) -> None:
+        """Note that a reader, which has had a version, has been sent a cut."""
+        with self._lock:
+            at = self._readers_at
+            at[cut.version] += 1
+            if before is not None and before != cut.version:
+                at[before] -= 1
+                if at[before] <= 0:
+                    del at[before]
+            while len(at) > _MOST_VERSIONS:
+                del at[min(at)]
+
+    def own(self) -> tuple[int, Part | None]:
+        """Return the number of the newest cut that this shard has taken part in, and its part."""
         with self._lock:
             if not self._kept:
                 return 0, None
-            cut = self._kept[-1]
-            return cut.number, ShardVersion(cut.generation, cut.version, cut.digest)
+            return self._kept[-1].number, _part_of(self._kept[-1])
 
-    def hear(self, shard_index: int, number: int, version: ShardVersion) -> None:
-        """Note another shard's version in a cut; on shard 0."""
+    def hear(self, shard_index: int, number: int, part: Part) -> None:
+        """Note another shard's part in a cut; on shard 0."""
         with self._lock:
-            if number and number == self.wanted:
-                self._told[shard_index] = version
+            if number and number == self.wanted.number and len(part.digests) == len(self.wanted.types):
+                self._told[shard_index] = part
         self._end_if_whole()
 
     def make_if_due(self) -> None:
@@ -189,26 +274,29 @@ class Cuts:
         model, now = self._shard.model, self._clock()
         if model is None or now < self._begun_at + self._interval or not self._is_wanted(model, now):
             return
-        self._begun_at, number = now, next(self._numbers)
+        self._begun_at = now
         self._buffers_at = self._shard.buffer_contributions()  # before they are read
         with self._lock:
-            self.wanted, self._told = number, {}
+            self.wanted = wanted = Wanted(next(self._numbers), self._types or (None,))
+            self._told = {}
         if self._num_shards > 1:
             self._shard.tell_shards()
         try:
-            self.take_part(number)
+            self.take_part(wanted)
             self.trouble = ""
         except Rejected as refusal:  # another model is on its way in, or nothing can be written: it is tried again
             self.trouble = refusal.detail
         self._end_if_whole()
 
     def _is_wanted(self, model: ModelShard, now: float) -> bool:
-        newest = self.newest
-        if newest is None or newest.number != self.wanted:  # one is under way
-            return now >= self._begun_at + (_ALL_SHARDS_SECONDS if self._num_shards > 1 and self.wanted else 0.0)
+        newest, is_alone = self.newest, self._num_shards == 1 or not self.wanted.number
+        if newest is None or newest.number != self.wanted.number:  # one is under way
+            return now >= self._begun_at + (0.0 if is_alone else _ALL_SHARDS_SECONDS)
+        if any(dtype not in newest.shards for dtype in self._types):
+            return True
         if self._num_shards > 1 and now >= self._begun_at + _AGAIN_SECONDS:
             return True
-        is_same = (model.generation, model.version) == newest.shards[0][:2]
+        is_same = (model.generation, model.version) == (newest.generation, newest.version)
         is_same &= self._shard.buffer_contributions() == self._buffers_at
         return not is_same or not model.versions_name_values
 
@@ -216,13 +304,17 @@ class Cuts:
         """Let the wanted cut be read if every shard has told its part."""
         with self._lock:
             mine = self._kept[-1] if self._kept else None
-            if mine is None or mine.number != self.wanted or len(self._told) < self._num_shards - 1:
+            number, types = self.wanted
+            if mine is None or mine.number != number or len(self._told) < self._num_shards - 1:
                 return
-            if self.newest is not None and self.newest.number == self.wanted:
+            if self.newest is not None and self.newest.number == number:
                 return
-            others = [self._told[index] for index in range(1, self._num_shards)]
-            shards = (ShardVersion(mine.generation, mine.version, mine.digest), *others)
-            before, cut = self.newest, Cut(self.wanted, shards, mine.buffers_digest, mine.made)
+            parts = [_part_of(mine), *(self._told[index] for index in range(1, self._num_shards))]
+            shards = {
+                dtype: tuple(ShardVersion(part.generation, part.version, part.digests[place]) for part in parts)
+                for place, dtype in enumerate(types)
+            }
+            before, cut = self.newest, Cut(number, shards, mine.buffers_digest, mine.made)
             is_same = before is not None and before[1:3] == cut[1:3]
             self.newest = before._replace(number=cut.number) if before is not None and is_same else cut
         if not is_same:
@@ -232,30 +324,47 @@ class Cuts:
         began = time.perf_counter()
         while self.keep_up():
             took = time.perf_counter() - began
-            self._stopping.wait(max(self._interval, min(took / _SHARE, _LONGEST_PAUSE_SECONDS)))
+            self._stopping.wait(max(self._interval, min(took / _SHARE, _LONGEST_PAUSE_SECONDS), self._idle_pause()))
             began = time.perf_counter()
 
+    def _idle_pause(self) -> float:
+        return 0.0 if self._clock() < self._asked_at + _IDLE_SECONDS else _IDLE_PAUSE_SECONDS
+
     def keep_up(self) -> bool:
-        """Make a cut if it is time; without a question for long keep none. Return whether to call again soon."""
+        """Make a cut if it is time and readers ask; after an hour without a question keep nothing.
+
+        Return whether to call again soon.
+        """
         with self._lock:
-            goes_on = not self._stopping.is_set() and self._clock() < self._asked_at + _IDLE_SECONDS
-            had_readers = self.wanted != 0
+            now, had_readers = self._clock(), self.wanted.number != 0
+            goes_on = not self._stopping.is_set() and now < self._asked_at + _FORGET_SECONDS
+            is_asked = now < self._asked_at + _IDLE_SECONDS
             if not goes_on:  # the next question starts a thread
-                self._kept, self.newest, self.wanted, self._thread, self._shadow = [], None, 0, None, None
-        if goes_on:
+                self._thread = None
+                self._free()
+        if goes_on and is_asked:
             try:
                 self.make_if_due()
             except Exception as error:  # whatever it was, readers get a cut once it is over
                 log.exception("a cut could not be made")
                 self.trouble = f"a cut could not be made: {error}"
-        elif had_readers and self._num_shards > 1:
+        elif not goes_on and had_readers and self._num_shards > 1:
             self._shard.tell_shards()
         return goes_on
+
+    def forget_if_idle(self) -> None:
+        """Keep nothing if nobody has asked for a while; on shard 0."""
+        if self._asked_at + _IDLE_SECONDS < self._clock():
+            self.forget()
 
     def forget(self) -> None:
         """Keep no cut; readers go on with the next one."""
         with self._lock:
-            self._kept, self.newest, self.wanted, self._shadow = [], None, 0, None
+            self._free()
+
+    def _free(self) -> None:
+        self._kept, self.newest, self.wanted, self._types, self._shadow = [], None, _NO_READERS, (), None
+        self._readers_at.clear()
 
     def close(self) -> None:
         """Stop the thread."""
@@ -263,3 +372,7 @@ class Cuts:
         thread = self._thread
         if thread is not None:
             thread.join()
+
+
+def _part_of(cut: ShardCut) -> Part:
+    return Part(cut.generation, cut.version, tuple(view.digest for view in cut.views.values()))

@@ -1,9 +1,10 @@
-"""One shard's part of a cut: its values at one version, their digest, and the replies that bring readers there."""
+"""One shard's part of a cut: its values at one version, their digests, and the replies that bring readers there."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from pscore.model.buffers import pack
@@ -12,11 +13,12 @@ from pscore.model.modelfile import StateDict
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.frames import WireForm
-from psservice.cuts.shadow import Shadow
-from psservice.model.changelog import ALMOST_ALL, most_changed, union
+from psservice.cuts.cut_view import Changes, CutView, Find, values_of
+from psservice.cuts.shadow import ReaderType, Shadow
+from psservice.model.parameters import rounded_slices
 from psservice.model.shared_results import SharedResults
-from psservice.replies.exact_reply import SPARSE_ENTRY_BYTES, ModelValues, Reserve
-from psservice.replies.shared_reply import DenseMessages, ReplyMessages, SharedReply
+from psservice.replies.exact_reply import ModelValues, Reserve
+from psservice.replies.shared_reply import DenseMessages, ReplyMessages, Residues, SharedReply
 
 _BUFFERS_DIGEST_BYTES = 16
 
@@ -28,30 +30,64 @@ class Held(NamedTuple):
     version: int | None
 
 
+class ReaderForm(NamedTuple):
+    """How a reader wants its replies.
+
+    Attributes:
+        wire: how they are written.
+        dtype: in which the reader has the run's fp32 parameters.
+        residues: whether the reader completes residues from what it has.
+    """
+
+    wire: WireForm
+    dtype: ReaderType = None
+    residues: bool = False
+
+
 class ShardCut:
     """A shard's values in a cut; from any thread.
 
     Attributes:
         number: names the cut at all shards.
-        version, generation: of the shard's values; ``digest`` is theirs.
+        version, generation: of the shard's values.
+        values: at this version.
+        views: by the readers' data type, in the order of ``types``.
         buffers: the model's buffers, end to end; ``buffers_digest`` is theirs; both empty if there are none.
         made: when, by the clock of the shard's environment.
     """
 
-    def __init__(self, number: int, shadow: Shadow, buffers: StateDict, made: float) -> None:
+    def __init__(
+        self,
+        number: int,
+        shadow: Shadow,
+        buffers: StateDict,
+        made: float,
+        types: Sequence[ReaderType] = (None,),
+    ) -> None:
         self.number, self.model, self.made = number, shadow.model, made
-        self.version, self.digest, self.generation = shadow.version, shadow.digest, shadow.model.generation
+        self.version, self.generation = shadow.version, shadow.model.generation
+        views = {dtype: shadow.views[dtype] for dtype in types}
         self.buffers = pack(buffers[spec.name] for spec in self.model.layout.buffers) if buffers else b""
         digest = hashlib.blake2b(self.buffers, digest_size=_BUFFERS_DIGEST_BYTES).digest()
         self.buffers_digest = digest if self.buffers else b""
-        self._values = shadow.values()
+        self.values = values = shadow.values()
+        self.views = {
+            dtype: CutView(values, each.layout, each.digest, each.stamps, each.tracks) for dtype, each in views.items()
+        }
         self._replies = SharedResults(4 * self.model.span.length)
 
-    def reply(self, held: Sequence[Held], form: WireForm, chunk_bytes: int, reserve: Reserve) -> SharedReply:
+    def reply(
+        self,
+        held: Sequence[Held],
+        form: ReaderForm,
+        chunk_bytes: int,
+        reserve: Reserve,
+        find: Find = lambda version: None,
+    ) -> SharedReply:
         """Return what a reader lacks; readers that have the same share it, and the one that makes it calls ``reserve``.
 
-        ``held`` are parts of the shard, one behind the other. Raises :class:`Rejected`: ``BAD_REQUEST``,
-        ``VERSION_IN_FUTURE``, ``BUSY``, ``NON_FINITE``.
+        ``held`` are parts of the shard, one behind the other; ``find`` returns the values of an older version, if they
+        are still known. Raises :class:`Rejected`: ``BAD_REQUEST``, ``VERSION_IN_FUTURE``, ``BUSY``, ``NON_FINITE``.
         """
         span, end = self.model.span, self.model.span.start
         for part, version in held:
@@ -62,49 +98,53 @@ class ShardCut:
             end = part.end
         if end != span.end:
             raise Rejected(ErrorCode.BAD_REQUEST, f"held parts end at {end}, and the shard at {span.end}")
-        return self._replies.get((tuple(held), form), 0, lambda: self._make(held, form, chunk_bytes, reserve))
+        return self._replies.get((tuple(held), form), 0, lambda: self._make(held, form, chunk_bytes, reserve, find))
 
-    def _make(self, held: Sequence[Held], form: WireForm, chunk_bytes: int, reserve: Reserve) -> SharedReply:
-        model, values = self.model, self._values
-        lacking = [(part, self._changed(version)) for part, version in held]
-        if all(changed is not None for _, changed in lacking):
-            reserve(SPARSE_ENTRY_BYTES * sum(changed.numel() for _, changed in lacking if changed is not None))
-            segments = [each for part, changed in lacking for each in _segments(values, part, changed)]
-            sent = [piece for each in segments for piece in model.as_sent(each)]
-            nbytes = 12 * sum(each.entries for each in segments)
-            messages = ReplyMessages(sent, form, chunk_bytes, 2 * nbytes)
-            return SharedReply(0, self.version, sum(each.entries for each in sent), False, nbytes, messages)
+    def _make(
+        self, held: Sequence[Held], form: ReaderForm, chunk_bytes: int, reserve: Reserve, find: Find
+    ) -> SharedReply:
+        view = self.views[form.dtype]
+        lacking = [(part, view.since(version, reserve, find)) for part, version in held]
+        if all(changes is not None for _, changes in lacking):
+            sent = [piece for part, changes in lacking for piece in _pieces(view, part, changes, form)]
+            entries = sum(each.entries.entries if isinstance(each, Residues) else each.entries for each in sent)
+            messages = ReplyMessages(sent, form.wire, chunk_bytes, 24 * entries)
+            return SharedReply(0, self.version, entries, False, 12 * entries, messages)
 
         def read() -> Iterator[SparseSlice]:  # refers to the values, and not to the cut, which refers to the reply
-            for part, changed in lacking:
-                for segment in _segments(values, part, changed):
-                    yield from model.as_sent(segment)
+            for part, changes in lacking:
+                for segment in _segments(view.values, part, changes):
+                    yield from rounded_slices(view.layout, segment)
 
-        dense = DenseMessages(read, form, chunk_bytes)
-        return SharedReply(0, self.version, model.span.length, True, 0, dense)
-
-    def _changed(self, version: int | None) -> torch.Tensor | None:
-        """Return the offsets at which the cut may differ from a version (int64, ascending); ``None`` for all."""
-        if version is None:
-            return None
-        size, is_same = self.model.span.length, version == self.version and self.model.versions_name_values
-        changes = [] if is_same else self.model.changes_between(version, self.version)
-        most = most_changed(changes, size)
-        if changes is None or most is None:
-            return None
-        found = union(changes, size)
-        if found is None or found.numel() >= ALMOST_ALL * size:
-            return None
-        return found.to(self.model.theta.device).long()
+        dense = DenseMessages(read, form.wire, chunk_bytes)
+        return SharedReply(0, self.version, self.model.span.length, True, 0, dense)
 
 
-def _segments(values: ModelValues, part: Span, changed: torch.Tensor | None) -> Iterator[SparseSlice]:
-    """Yield a part's values on the host; those at the changed offsets of the shard, or all."""
-    if changed is None:
+def _segments(values: ModelValues, part: Span, changes: Changes | None) -> Iterator[SparseSlice]:
+    """Yield a part's values on the host; those that have changed, or all."""
+    if changes is None:
         for piece in values.parts(part):
             yield piece.cpu()
         return
-    inside = SparseSlice(values.model.span, changed, changed).clip(part)
-    if inside is not None:
-        assert inside.offsets is not None
-        yield SparseSlice(part, inside.offsets.cpu(), values.values.gather(inside.values).cpu())
+    there = _within(changes, part, values.model.span)
+    if there.start < there.stop:
+        offsets = torch.from_numpy(changes.offsets[there])
+        yield SparseSlice(part, offsets - (part.start - values.model.span.start), values_of(values, offsets))
+
+
+def _within(changes: Changes, part: Span, span: Span) -> slice:
+    return slice(*np.searchsorted(changes.offsets, (part.start - span.start, part.end - span.start)).tolist())
+
+
+def _pieces(view: CutView, part: Span, changes: Changes | None, form: ReaderForm) -> Iterator[SparseSlice | Residues]:
+    """Yield what is sent of a part: residues if the reader takes them, and words of 16 bits."""
+    assert changes is not None
+    first = _within(changes, part, view.values.model.span).start
+    for segment in _segments(view.values, part, changes):
+        for piece in rounded_slices(view.layout, segment):
+            last = first + piece.entries
+            if form.residues and piece.values.dtype.itemsize == 2:
+                yield Residues(piece, changes.distances[first:last])
+            else:
+                yield piece
+            first = last

@@ -222,17 +222,7 @@ class ModelShard:
 
     def as_sent(self, whole: SparseSlice) -> list[SparseSlice]:
         """Cut values at changes of dtype and cast each piece to its parameters' dtype (``NON_FINITE``)."""
-        pieces = []
-        for dtype, run in self.layout.dtype_runs(self.span) if whole.entries else ():
-            piece = whole.clip(run)
-            if piece is not None:
-                rounded = piece.values.to(dtype)
-                if dtype == torch.float16 and not bool(rounded.isfinite().all()):
-                    raise Rejected(
-                        ErrorCode.NON_FINITE, f"parameters in [{run.start}, {run.end}) have left the range of float16"
-                    )
-                pieces.append(SparseSlice(piece.span, piece.offsets, rounded))
-        return pieces
+        return rounded_slices(self.layout, whole)
 
     def _advance(self, changed: ChangedIndices) -> int:
         # The log first: a reader beside the apply thread must not see a version without its changes.
@@ -268,3 +258,21 @@ def on_device(update: SparseSlice | None, device: torch.device) -> SparseSlice |
     arrays = [each.numpy() for each in (update.values, update.offsets) if each is not None]
     values, *offsets = to_device(arrays, device)
     return SparseSlice(update.span, offsets[0].view(torch.int64) if offsets else None, values.view(torch.float32))
+
+
+def rounded_slices(layout: ModelLayout, whole: SparseSlice) -> list[SparseSlice]:
+    """Cut values at changes of dtype and cast each piece to its parameters' dtype in a layout.
+
+    Raises :class:`Rejected`: ``NON_FINITE``.
+    """
+    pieces = []
+    for dtype, run in layout.dtype_runs(whole.span) if whole.entries else ():
+        piece = whole.clip(run)
+        if piece is not None:
+            rounded = piece.values.to(dtype)
+            if dtype == torch.float16 and not bool(rounded.isfinite().all()):
+                raise Rejected(
+                    ErrorCode.NON_FINITE, f"parameters in [{run.start}, {run.end}) have left the range of float16"
+                )
+            pieces.append(SparseSlice(piece.span, piece.offsets, rounded))
+    return pieces

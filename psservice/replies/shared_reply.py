@@ -5,8 +5,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
+from pscore.wire.codecs import residue
 from pscore.wire.dense import bytes_of, chunk_field, field_bytes, message_bytes
 from pscore.wire.frames import WireForm
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -14,6 +19,20 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 _CHECKED_BYTES = 1 << 20  # of an exact reply, after which the worker may verify what came so far
 _TOGETHER_BYTES = 64 << 10  # of chunks that are sent together on any link
 _TOGETHER_SECONDS = 0.02  # that the chunks sent together may take on the link
+
+
+@dataclass(frozen=True, slots=True)
+class Residues:
+    """Entries of fp16 or bf16, of which the reader has others, and the most places that each may be away.
+
+    ``distances`` are uint16 ``[k]``, :data:`~pscore.wire.codecs.residue.UNKNOWN` if nothing is known.
+    """
+
+    entries: SparseSlice
+    distances: NDArray[np.uint16]
+
+
+Segment = SparseSlice | Residues | pb.Chunk
 
 
 class Messages(Protocol):
@@ -63,9 +82,7 @@ class ReplyMessages:
     until everything is written.
     """
 
-    def __init__(
-        self, segments: Iterable[SparseSlice | pb.Chunk], form: WireForm, chunk_bytes: int, most_bytes: int = 0
-    ) -> None:
+    def __init__(self, segments: Iterable[Segment], form: WireForm, chunk_bytes: int, most_bytes: int = 0) -> None:
         self._unwritten: Iterator[bytes] | None = _write(segments, form, chunk_bytes)
         self._written: list[bytes] = []
         self._most_bytes, self._written_bytes = most_bytes, 0
@@ -101,7 +118,7 @@ class ReplyMessages:
             return self._written[position] if position < len(self._written) else None
 
 
-def _write(segments: Iterable[SparseSlice | pb.Chunk], form: WireForm, chunk_bytes: int) -> Iterator[bytes]:
+def _write(segments: Iterable[Segment], form: WireForm, chunk_bytes: int) -> Iterator[bytes]:
     """Write segments, or the chunks of a reply whose bytes are known, which needs no ``so_far``.
 
     Chunks are sent together, as many as the link carries in a moment.
@@ -113,7 +130,7 @@ def _write(segments: Iterable[SparseSlice | pb.Chunk], form: WireForm, chunk_byt
         for written in _chunk_fields(segment, form, chunk_bytes, checksum):
             nbytes = sum(map(len, written))
             if parts and size + nbytes > most:
-                if isinstance(segment, SparseSlice) and unchecked >= _CHECKED_BYTES:
+                if not isinstance(segment, pb.Chunk) and unchecked >= _CHECKED_BYTES:
                     parts.append(field_bytes(pb.PullDiffResponse.SO_FAR_FIELD_NUMBER, so_far))
                     unchecked = 0
                 yield b"".join(parts)
@@ -125,11 +142,21 @@ def _write(segments: Iterable[SparseSlice | pb.Chunk], form: WireForm, chunk_byt
 
 
 def _chunk_fields(
-    segment: SparseSlice | pb.Chunk, form: WireForm, chunk_bytes: int, checksum: frames.Checksum
+    segment: Segment, form: WireForm, chunk_bytes: int, checksum: frames.Checksum
 ) -> Iterator[list[bytes | memoryview]]:
     if isinstance(segment, pb.Chunk):
         checksum.add(segment)
         yield chunk_field(segment)
+    elif isinstance(segment, Residues):
+        words = segment.entries.values.view(torch.uint16).numpy()
+        for chunk, first in frames.chunks_without_values(segment.entries, form, chunk_bytes):
+            there = slice(first, first + chunk.count)
+            if (written := residue.encode(words[there], segment.distances[there])) is not None:
+                chunk.value_codec, chunk.values = pb.VALUE_CODEC_RESIDUE, written
+            else:
+                chunk.values = words[there].astype("<u2").tobytes()
+            checksum.add(chunk)
+            yield chunk_field(chunk)
     else:  # exact values travel in their own dtype: their bytes are copied into the message and nowhere else
         for chunk, first in frames.chunks_without_values(segment, form, chunk_bytes):
             values = bytes_of(segment.values[first : first + chunk.count])

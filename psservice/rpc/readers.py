@@ -1,17 +1,19 @@
 """The calls of readers, who follow the model without a lease: messages to calls of the cuts and back."""
 
 from collections.abc import Iterator
+from functools import partial
 
 from pscore.model.layout import Span
 from pscore.wire import frames
 from pscore.wire.codecs.names import PLAIN_INDEX_CODECS
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.frames import WireForm
-from pscore.wire.messages import layout_to_message, place_of
+from pscore.wire.messages import layout_to_message, place_of, type_from_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.awaiting import NotYetError
 from psservice.cuts.cuts import Cut, ShardVersion
-from psservice.cuts.shard_cut import Held
+from psservice.cuts.shadow import ReaderType
+from psservice.cuts.shard_cut import Held, ReaderForm
 from psservice.rpc.calls import Call
 from psservice.rpc.workers import dense_bytes
 from psservice.shard.following import RUN_STATES
@@ -35,24 +37,26 @@ class ReaderCalls:
         if model is None:
             why = "no worker has uploaded a model yet"
             raise NotYetError(ErrorCode.NOT_INITIALISED, why, lambda: shard.model is not None)
-        cut = shard.cuts.newest if request.leaves else shard.cuts.ask()
+        cuts, dtype = shard.cuts, type_from_message(request.reader_type)
+        newest, dtype = None if request.leaves else cuts.ask(dtype), cuts.type_of(dtype)
+        cut = newest if newest is not None and dtype in newest.shards else None
         known = tuple(ShardVersion(each.generation, each.version, each.digest) for each in request.known)
         run_state = RUN_STATES[shard.run.state]
-        has_cut = cut is not None and (known, request.buffers_digest) == (cut.shards, cut.buffers_digest)
+        has_cut = cut is not None and (known, request.buffers_digest) == (cut.shards[dtype], cut.buffers_digest)
         is_known = cut is None or (has_cut and request.run_state in (run_state, pb.RUN_STATE_UNSPECIFIED))
         if request.reader and request.leaves:
-            shard.cuts.readers.leave(request.reader)
+            cuts.readers.leave(request.reader)
         elif request.reader:
-            shard.cuts.readers.ask(request.reader, request.version, is_behind=cut is not None and not has_cut)
+            cuts.readers.ask(request.reader, request.version, is_behind=cut is not None and not has_cut)
         if request.leaves:
             return pb.AwaitCutResponse()
         if is_known and ((call.wait_seconds and not call.is_late) or cut is None):
-            why = shard.cuts.trouble or "there is no newer cut yet"
-            is_over = lambda: shard.cuts.newest is not cut or RUN_STATES[shard.run.state] != run_state  # noqa: E731
+            why = cuts.trouble or "there is no newer cut yet"
+            is_over = lambda: cuts.newest is not newest or RUN_STATES[shard.run.state] != run_state  # noqa: E731
             raise NotYetError(ErrorCode.BUSY, why, is_over)
         layout = model.layout
         return pb.AwaitCutResponse(
-            cut=self._message(cut),
+            cut=self._message(cut, dtype),
             layout=None if request.fingerprint == layout.fingerprint else layout_to_message(layout),
             newest_version=model.version,
             run_state=run_state,
@@ -64,13 +68,18 @@ class ReaderCalls:
         with shard.memory.answer() as reservation:
             reservation.add(0)
             asked = request.version
-            cut = shard.cuts.find(ShardVersion(asked.generation, asked.version, asked.digest))
-            form = WireForm(
+            dtype = shard.cuts.type_of(type_from_message(request.reader_type))
+            version = ShardVersion(asked.generation, asked.version, asked.digest)
+            cut = shard.cuts.find(version, dtype, request.cut_buffers_digest)
+            wire = WireForm(
                 allowed=frozenset(request.index_codecs or PLAIN_INDEX_CODECS),
                 link_bytes_per_second=link_class(request.link_bytes_per_second),
             )
-            held = _held(cut.model.span.start, request)
-            reply = cut.reply(held, form, self._settings.chunk_bytes, reservation.add)
+            held, form = _held(cut.model.span.start, request), ReaderForm(wire, dtype, request.residues)
+            find = partial(shard.cuts.values_of, cut)
+            reply = cut.reply(held, form, self._settings.chunk_bytes, reservation.add, find)
+            shard.cuts.sent(cut, held[-1].version)
+            del find
             reservation.share(reply.messages)
             buffers = cut.buffers if request.buffers_digest != cut.buffers_digest else b""
             call.on_sent = self._sent
@@ -83,11 +92,11 @@ class ReaderCalls:
                 yield pb.ReadCutResponse(buffers=piece).SerializeToString()
             yield from reply.messages
 
-    def _message(self, cut: Cut | None) -> pb.Cut:
+    def _message(self, cut: Cut | None, dtype: ReaderType) -> pb.Cut:
         assert cut is not None
         return pb.Cut(
             run_id=self._shard.run.run_id,
-            shards=[pb.ShardVersion(**each._asdict()) for each in cut.shards],
+            shards=[pb.ShardVersion(**each._asdict()) for each in cut.shards[dtype]],
             buffers_digest=cut.buffers_digest,
             age_seconds=max(0.0, self._shard.environment.monotonic() - cut.made),
         )

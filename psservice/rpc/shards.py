@@ -15,7 +15,7 @@ from pscore.wire.messages import place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psservice.awaiting import NotYetError
-from psservice.cuts.cuts import ShardVersion
+from psservice.cuts.cuts import Part
 from psservice.rpc.auth import Authenticator, Role
 from psservice.rpc.calls import Call
 from psservice.settings import ServerSettings
@@ -54,9 +54,14 @@ class ShardCalls:
             if not (call.caller.is_shard or call.caller.role is Role.ADMIN):
                 raise Rejected(ErrorCode.PERMISSION_DENIED, "only shards tell of their part in a cut")
             version = request.version
-            if not 0 < request.shard_index < settings.num_shards or len(version.digest) != DIGEST_BYTES:
+            sizes = {len(digest) for digest in (version.digest, *request.more_digests)}
+            if (
+                not 0 < request.shard_index < settings.num_shards
+                or sizes != {DIGEST_BYTES}
+                or len(request.more_digests) > 2
+            ):
                 raise Rejected(ErrorCode.BAD_REQUEST, "a part of a cut is of a shard, and has a digest of 16 bytes")
-            told = ShardVersion(version.generation, version.version, version.digest)
+            told = Part(version.generation, version.version, (version.digest, *request.more_digests))
             shard.cuts.hear(request.shard_index, request.cut, told)
         number, news = shard.news, news_of(shard)  # in this order: what changes from here on changes the number
         fingerprint = _fingerprint(news)
@@ -67,14 +72,19 @@ class ShardCalls:
 
 def question_of(shard: Shard, known: int) -> pb.FollowRunRequest:
     """Return the next question to shard 0; ``known`` is the fingerprint of the last news."""
-    cut, version = shard.cuts.own()
+    cut, part = shard.cuts.own()
+    version, more = None, list[bytes]()
+    if part is not None:
+        first, *more = part.digests
+        version = pb.ShardVersion(generation=part.generation, version=part.version, digest=first)
     return pb.FollowRunRequest(
         shard_index=shard.settings.shard_index,
         num_shards=shard.settings.num_shards,
         known=known,
         wait_seconds=LONGEST_SECONDS,
         cut=cut,
-        version=None if version is None else pb.ShardVersion(**version._asdict()),
+        version=version,
+        more_digests=more,
     )
 
 

@@ -79,7 +79,7 @@ def status_of(shard: Shard, uptime_seconds: float, queued: int, *, brief: bool =
 
 def _cut_version(shard: Shard) -> int:
     cut = shard.cuts.newest
-    return cut.shards[0].version if cut else 0
+    return cut.version if cut else 0
 
 
 def _readers(shard: Shard) -> list[pb.ReaderStatus]:

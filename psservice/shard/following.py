@@ -4,7 +4,9 @@ import logging
 from contextlib import suppress
 
 from pscore.wire.errors import Rejected
+from pscore.wire.messages import type_from_message, type_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.cuts.cuts import Wanted
 from psservice.shard.lifecycle import close_rounds_after_leave, end_if_over
 from psservice.shard.shard import End, Shard
 from psservice.state.run import RunState
@@ -18,7 +20,7 @@ RUN_STATES = {state: pb.RunState.Value(f"RUN_STATE_{state.name}") for state in R
 
 def news_of(shard: Shard) -> pb.RunNews:
     """Return the present news for the other shards; on shard 0, from any thread."""
-    run, last = shard.run, shard.last_push
+    run, last, cut = shard.run, shard.last_push, shard.cuts.wanted
     return pb.RunNews(
         run_id=run.run_id,
         run_state=RUN_STATES[run.state],
@@ -26,7 +28,8 @@ def news_of(shard: Shard) -> pb.RunNews:
         last_step=last[1] if last else 0,
         checkpoint=shard.durability.announced_checkpoint(),
         generation=0 if shard.model is None else shard.model.generation,
-        cut=shard.cuts.wanted,
+        cut=cut.number,
+        reader_types=[type_to_message(dtype) for dtype in cut.types],
         workers_without_samples=[
             member.identity.worker_id for member in shard.leases.members() if member.has_no_samples
         ],
@@ -49,7 +52,7 @@ def follow(shard: Shard, news: pb.RunNews) -> None:
         )
         return
     with suppress(Rejected):  # no model, or another one is on its way in: shard 0 names another cut
-        shard.cuts.take_part(news.cut)
+        shard.cuts.take_part(Wanted(news.cut, tuple(map(type_from_message, news.reader_types))))
     shard.durability.hear_of_checkpoint(news.checkpoint)
     without = {*news.workers_without_samples}
     for member in shard.leases.members():

@@ -291,6 +291,7 @@ class Shard:
     def _forget_replies(self) -> None:
         if (model := self.model) is not None:
             model.forget_replies()
+        self.cuts.forget_if_idle()
 
     def close(self) -> None:
         """Finish what is committed and stop the threads; a state that a failed change has left is not kept."""

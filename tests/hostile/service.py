@@ -20,7 +20,7 @@ from pscore.model.layout import ModelLayout, Span, TensorSpec
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
 from pscore.wire.errors import Rejected
-from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message
+from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message, type_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.awaiting import NotYetError
 from psservice.observability.metrics import Metrics
@@ -164,10 +164,14 @@ class Service:
 
     def read_cut(self, chance: random.Random) -> pb.ReadCutRequest:
         """Return a question for the values of a cut that there is, if one can be made."""
+        dtype = chance.choice((None, torch.bfloat16))
+        self.engine.cuts.ask(dtype)
         self.engine.cuts.make_if_due()
         cut, middle = self.engine.cuts.newest, chance.randrange(1, LAYOUT.size)
-        found = cut.shards[0] if cut is not None else None
+        found = cut.shards[dtype][0] if cut is not None and dtype in cut.shards else None
         return pb.ReadCutRequest(
+            reader_type=type_to_message(dtype),
+            residues=chance.random() < 0.5,
             version=pb.ShardVersion(**found._asdict()) if found else None,
             held=[
                 pb.HeldPart(end=middle, has_version=True, version=chance.randrange(self.step + 1)),
@@ -208,7 +212,13 @@ class Service:
                     held=[pb.SampleRange(start=chance.randrange(900), count=chance.randrange(1, 100))],
                 )
             ],
-            "AwaitCut": lambda: [pb.AwaitCutRequest(reader="r", known=[pb.ShardVersion(version=chance.randrange(3))])],
+            "AwaitCut": lambda: [
+                pb.AwaitCutRequest(
+                    reader="r",
+                    known=[pb.ShardVersion(version=chance.randrange(3))],
+                    reader_type=chance.choice((pb.DATA_TYPE_UNSPECIFIED, pb.DATA_TYPE_FLOAT16, pb.DATA_TYPE_BFLOAT16)),
+                )
+            ],
             "ReadCut": lambda: [self.read_cut(chance)],
             "FollowRun": lambda: [pb.FollowRunRequest(num_shards=1, known=chance.randrange(3))],
             "GetStatus": lambda: [pb.GetStatusRequest()],

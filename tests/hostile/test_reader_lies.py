@@ -1,10 +1,12 @@
 """A follower takes no cut that its server has forged or damaged: its module has a true version, or none."""
 
 import hashlib
+import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from pscore.model.digest import ModelDigest
 from pscore.model.layout import Span, layout_of
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
+from pscore.wire.codecs import residue
 from pscore.wire.messages import layout_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.system.tools import wait_until
@@ -35,15 +38,15 @@ SPAN = Span(0, LAYOUT.size)
 BUFFERS = torch.tensor([4.0, 5.0])
 
 
-def digest_of(values):
-    digest = ModelDigest(LAYOUT)
-    digest.add(SparseSlice(SPAN, None, values))
+def digest_of(values, layout=LAYOUT):
+    digest = ModelDigest(layout)
+    digest.add(SparseSlice(SPAN, None, values.float()))
     return digest.value
 
 
-def cut_of(version, values, **fields):
+def cut_of(version, values, layout=LAYOUT, **fields):
     packed = BUFFERS.numpy().tobytes()
-    shard = pb.ShardVersion(generation=1, version=version, digest=digest_of(values))
+    shard = pb.ShardVersion(generation=1, version=version, digest=digest_of(values, layout))
     cut = pb.Cut(run_id="r", shards=[shard], buffers_digest=hashlib.blake2b(packed, digest_size=16).digest())
     for name, value in fields.items():
         setattr(cut.shards[0] if name in ("digest", "generation") else cut, name, value)
@@ -95,6 +98,58 @@ def with_buffers(data):
     return messages
 
 
+NARROW = LAYOUT.viewed_in(torch.bfloat16)
+BEFORE = VALUES.bfloat16()
+PLACES = torch.arange(10) + torch.tensor([0] * 5 + [1] * 5)
+AFTER = (BEFORE.view(torch.int16) + torch.zeros(12, dtype=torch.int16).index_fill(0, PLACES, 1)).view(torch.bfloat16)
+
+
+def words(values):
+    return values.view(torch.uint16).numpy()
+
+
+RESIDUES = residue.encode(words(AFTER[PLACES]), np.ones(10, np.uint16))
+
+
+def residues(values=RESIDUES, *, offsets=PLACES, **fields):
+    """Return a reply of residues for a reader that has ``BEFORE``."""
+    segment = SparseSlice(SPAN, offsets, BEFORE[: offsets.numel()])
+    chunk = next(frames.encode(segment, chunk_bytes=1 << 20)).chunk
+    chunk.MergeFrom(pb.Chunk(**{"value_codec": pb.VALUE_CODEC_RESIDUE, "values": values} | fields))
+    checksum = frames.Checksum()
+    checksum.add(chunk)
+    messages = reply(3, VALUES)
+    return [*messages[:2], pb.ReadCutResponse(chunks=[chunk]), pb.ReadCutResponse(commit=checksum.commit())]
+
+
+def with_bits(bits, escapes=0, where=0):
+    return struct.pack("<BII", bits, escapes, where) + RESIDUES[9:]
+
+
+INFINITE = struct.pack("<B10H", 16, 0x7F80, *[0] * 9)
+RESIDUE_REPLIES = {
+    "residues of no bits": residues(with_bits(0)),
+    "residues of one bit": residues(with_bits(1)),
+    "residues of too many bits": residues(with_bits(11)),
+    "residues of 64 bits": residues(with_bits(64)),
+    "more escapes than entries": residues(with_bits(2, 11, 1)),
+    "escapes of gigabytes": residues(with_bits(2, 2**32 - 1, 2**32 - 1)),
+    "escapes without places": residues(with_bits(2, 1)),
+    "no residues": residues(b"\0"),
+    "truncated residues": residues(RESIDUES[:-1]),
+    "residues and more": residues(RESIDUES + b"\0"),
+    "escapes in escapes without an end": residues(struct.pack("<BII", 2, 10, 1) + b"\0" + with_bits(2, 10, 1)),
+    "residues that lead elsewhere": residues(RESIDUES[:-1] + bytes([RESIDUES[-1] ^ 1])),
+    "residues of a value that is infinite": residues(INFINITE),
+    "residues at other places": residues(offsets=torch.arange(10)),
+    "residues beyond the model": residues(start=9),
+    "more entries than residues": residues(count=4096),
+    "residues of gigabytes": residues(count=2**32 - 1, length=2**32 - 1),
+    "words under the name of residues": residues(words(AFTER[PLACES]).tobytes()),
+    "residues under the name of words": residues(value_codec=pb.VALUE_CODEC_BF16),
+}
+
+
 REPLIES = {
     "nothing": [],
     "no header": without(0),
@@ -131,6 +186,8 @@ class Liar:
 
     def __init__(self):
         self.cuts, self.replies, self.asked = [], [], []
+        self.newest = cut_of(2, VALUES)
+        self.truth = reply(2, VALUES)
         self._lock = threading.Lock()
 
     def await_cut(self, request, context):
@@ -138,11 +195,11 @@ class Liar:
             self.asked.append(request)
             if self.cuts:
                 return self.cuts.pop(0)
-        return cut_of(2, VALUES)
+        return self.newest
 
     def read_cut(self, request, context):
         with self._lock:
-            messages = self.replies.pop(0) if self.replies else reply(2, VALUES)
+            messages = self.replies.pop(0) if self.replies else self.truth
         for message in messages:
             yield message if isinstance(message, bytes) else message.SerializeToString()
 
@@ -192,6 +249,26 @@ def follow_until_true(liar):
 def test_a_false_reply_is_not_written(liar, lie):
     liar.replies.append(REPLIES[lie])
     follow_until_true(liar)
+
+
+@pytest.mark.parametrize("lie", RESIDUE_REPLIES)
+def test_false_residues_are_not_written(liar, lie):
+    liar.newest, liar.truth = cut_of(2, BEFORE, NARROW), reply(2, BEFORE)
+    module, seen = make_module().bfloat16(), []
+    settings = ClientSettings(server="local", deadline_seconds=3)
+
+    def note(cut):
+        values = flat(module)
+        seen.append((cut.version, torch.equal(values, BEFORE), torch.equal(values, AFTER)))
+        if cut.version == 2:
+            liar.replies.append(RESIDUE_REPLIES[lie])
+            liar.newest, liar.truth = cut_of(3, AFTER, NARROW), residues()
+
+    with psclient.follow(liar.address, module, settings=settings, on_cut=note) as follower:
+        follower.wait_for(3, SECONDS)
+        wait_until(lambda: len(seen) == 2, SECONDS)
+    assert seen == [(2, True, False), (3, False, True)]
+    assert not liar.replies
 
 
 @pytest.mark.parametrize("lie", CUTS)

@@ -92,9 +92,9 @@ def chunks_of(reply):
     return chunks
 
 
-def segments_of(reply, span):
-    """The entries of a reply, as a worker decodes them."""
-    reader = frames.ChunkReader(span)
+def segments_of(reply, span, own=None):
+    """The entries of a reply, as a worker decodes them, or a reader with values of its own."""
+    reader = frames.ChunkReader(span, own=own)
     return [reader.read(chunk) for chunk in chunks_of(reply)]
 
 

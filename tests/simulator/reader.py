@@ -11,17 +11,27 @@ from pscore.wire.codecs.names import READABLE_INDEX_CODECS
 from pscore.wire.errors import ErrorCode
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.simulator.network import CutError, Link, RefusedError
-from tests.simulator.witness import bits, require
+from tests.simulator.witness import bits, floats, require
 
 AGAIN = (ErrorCode.BUSY, ErrorCode.NOT_INITIALISED, ErrorCode.NO_SUCH_CUT, ErrorCode.DRAINING, ErrorCode.NOT_DURABLE)
 WAIT_SECONDS = 5.0
 
 
+TYPES = {
+    pb.DATA_TYPE_UNSPECIFIED: None,
+    pb.DATA_TYPE_FLOAT16: torch.float16,
+    pb.DATA_TYPE_BFLOAT16: torch.bfloat16,
+}
+
+
 class Reader:
-    """Follows until the history is over and it has the last versions."""
+    """Follows until the history is over and it has the last versions: as they are, or rounded to 16 bits."""
 
     def __init__(self, simulation, name):
         self.simulation, self.name, self.random = simulation, name, simulation.random
+        self.type = self.random.choice([*TYPES])
+        self.dtype = TYPES[self.type] or torch.float32
+        self.layout = simulation.layout.viewed_in(TYPES[self.type])
         self.versions, self.values = [], None  # of the cut that it holds
         self.begun = {}  # the beginning of a transfer that was cut off, by shard: version and entries
 
@@ -50,7 +60,10 @@ class Reader:
         hosts = self.simulation.hosts
         known = [pb.ShardVersion(generation=each[0], version=each[1], digest=each[2]) for each in self.versions]
         request = pb.AwaitCutRequest(
-            reader=self.name, known=known, wait_seconds=self.random.choice((0.0, WAIT_SECONDS))
+            reader=self.name,
+            known=known,
+            wait_seconds=self.random.choice((0.0, WAIT_SECONDS)),
+            reader_type=self.type,
         )
 
         def told(raw):
@@ -80,12 +93,20 @@ class Reader:
         if begun is not None and before is None and begun[0][0] == wanted[0] and begun[0][1] <= wanted[1]:
             end, values = begun[1], begun[2].clone()
             held.insert(0, pb.HeldPart(end=end, has_version=True, version=begun[0][1]))
+        had = values.clone()
         request = pb.ReadCutRequest(
             version=pb.ShardVersion(generation=wanted[0], version=wanted[1], digest=wanted[2]),
             held=held,
             index_codecs=READABLE_INDEX_CODECS,
+            reader_type=self.type,
+            residues=before is not None and self.random.random() < 0.8,
         )
-        reader = frames.ChunkReader(span)
+
+        def own(part, offsets):
+            mine = had[part.start - span.start : part.end - span.start]
+            return (mine if offsets is None else mine[torch.from_numpy(offsets)]).to(self.dtype)
+
+        reader = frames.ChunkReader(span, own=own if request.residues else None)
 
         def take(message):
             for chunk in message.chunks:
@@ -101,13 +122,14 @@ class Reader:
 
         await self._ask(host, "ReadCut", request, pb.ReadCutResponse, take)
         self.begun.pop(index, None)
-        digest = ModelDigest(self.simulation.layout)
+        digest = ModelDigest(self.layout)
         digest.add(SparseSlice(span, None, values))
         require(digest.value == wanted[2], f"{self.name} got values of another digest from shard {index}")
         if not self.simulation.in_groups:
-            had = host.witness.values.get(wanted[:2])
-            require(had is not None, f"a cut of version {wanted[1]}, which never was")
-            require(bits(values) == had, f"{self.name} got other values of version {wanted[1]}")
+            was = host.witness.values.get(wanted[:2])
+            require(was is not None, f"a cut of version {wanted[1]}, which never was")
+            right = floats(was).to(self.dtype).float()
+            require(bits(values) == bits(right), f"{self.name} got other values of version {wanted[1]}")
         return values
 
     async def _ask(self, host, rpc, request, kind, take, told=lambda raw: None):

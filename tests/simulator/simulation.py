@@ -22,7 +22,7 @@ from tests.simulator.worker import Worker
 
 LAYOUT = layout_of((40, F32), (9, F32))
 NAMES = ("anna", "bert", "cleo")
-READERS = ("rita",)
+READERS = ("rita", "rolf")
 LONGEST_SECONDS = 3600.0  # of virtual time, which nothing but a wait without an end reaches
 METHODS = {
     "asynchronous": {},

@@ -80,6 +80,8 @@ class _ValueCodecEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ValueCodec
     """Sign and three bits of magnitude, between the bounds of a block."""
     VALUE_CODEC_SIGN_MEAN: _ValueCodec.ValueType  # 6
     """Sign, and one mean magnitude a block (STC)."""
+    VALUE_CODEC_RESIDUE: _ValueCodec.ValueType  # 7
+    """The lowest bits of 16-bit words in their order, which the receiver completes from its own; in ReadCut only."""
 
 class ValueCodec(_ValueCodec, metaclass=_ValueCodecEnumTypeWrapper):
     """How the values of a chunk are written."""
@@ -98,6 +100,8 @@ VALUE_CODEC_INT4: ValueCodec.ValueType  # 5
 """Sign and three bits of magnitude, between the bounds of a block."""
 VALUE_CODEC_SIGN_MEAN: ValueCodec.ValueType  # 6
 """Sign, and one mean magnitude a block (STC)."""
+VALUE_CODEC_RESIDUE: ValueCodec.ValueType  # 7
+"""The lowest bits of 16-bit words in their order, which the receiver completes from its own; in ReadCut only."""
 Global___ValueCodec: _TypeAlias = ValueCodec  # noqa: Y015
 
 class _DataType:
@@ -1145,6 +1149,7 @@ class RunNews(_message.Message):
     WORKERS_WITHOUT_SAMPLES_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     CUT_FIELD_NUMBER: _builtins.int
+    READER_TYPES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run's id."""
     run_state: Global___RunState.ValueType
@@ -1165,6 +1170,10 @@ class RunNews(_message.Message):
     def workers_without_samples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Live workers that have no samples left, for whose pushes no round waits; by name, in order."""
 
+    @_builtins.property
+    def reader_types(self) -> _containers.RepeatedScalarFieldContainer[Global___DataType.ValueType]:
+        """The data types in which readers hold the parameters, as in AwaitCutRequest: a digest of each is wanted."""
+
     def __init__(
         self,
         *,
@@ -1176,10 +1185,11 @@ class RunNews(_message.Message):
         workers_without_samples: _abc.Iterable[_builtins.str] | None = ...,
         generation: _builtins.int = ...,
         cut: _builtins.int = ...,
+        reader_types: _abc.Iterable[Global___DataType.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_worker", b"last_worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "cut", b"cut", "generation", b"generation", "last_step", b"last_step", "last_worker", b"last_worker", "run_id", b"run_id", "run_state", b"run_state", "workers_without_samples", b"workers_without_samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "cut", b"cut", "generation", b"generation", "last_step", b"last_step", "last_worker", b"last_worker", "reader_types", b"reader_types", "run_id", b"run_id", "run_state", b"run_state", "workers_without_samples", b"workers_without_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1197,6 +1207,7 @@ class FollowRunRequest(_message.Message):
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     CUT_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    MORE_DIGESTS_FIELD_NUMBER: _builtins.int
     shard_index: _builtins.int
     """Which shard asks."""
     num_shards: _builtins.int
@@ -1209,7 +1220,11 @@ class FollowRunRequest(_message.Message):
     """The newest cut that this shard has taken part in, as in the news; 0 for none."""
     @_builtins.property
     def version(self) -> Global___ShardVersion:
-        """Its version in that cut."""
+        """Its version in that cut, with the digest for the first of the data types of the news."""
+
+    @_builtins.property
+    def more_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The digests for the other data types, in their order."""
 
     def __init__(
         self,
@@ -1220,10 +1235,11 @@ class FollowRunRequest(_message.Message):
         wait_seconds: _builtins.float = ...,
         cut: _builtins.int = ...,
         version: Global___ShardVersion | None = ...,
+        more_digests: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "known", b"known", "num_shards", b"num_shards", "shard_index", b"shard_index", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "known", b"known", "more_digests", b"more_digests", "num_shards", b"num_shards", "shard_index", b"shard_index", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1706,6 +1722,7 @@ class AwaitCutRequest(_message.Message):
     RUN_STATE_FIELD_NUMBER: _builtins.int
     BUFFERS_DIGEST_FIELD_NUMBER: _builtins.int
     LEAVES_FIELD_NUMBER: _builtins.int
+    READER_TYPE_FIELD_NUMBER: _builtins.int
     reader: _builtins.str
     """The name of the reader, for the server's status; empty for none."""
     fingerprint: _builtins.bytes
@@ -1722,6 +1739,8 @@ class AwaitCutRequest(_message.Message):
     """The digest of the buffers in the cut that the reader knows."""
     leaves: _builtins.bool
     """True if the reader follows no longer: the answer does not wait."""
+    reader_type: Global___DataType.ValueType
+    """FLOAT16 or BFLOAT16: the reader holds the run's fp32 parameters in this type. Unspecified: as the run has them."""
     @_builtins.property
     def known(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardVersion]:
         """The versions of the cut that the reader knows, shard by shard; empty at first."""
@@ -1737,10 +1756,11 @@ class AwaitCutRequest(_message.Message):
         run_state: Global___RunState.ValueType = ...,
         buffers_digest: _builtins.bytes = ...,
         leaves: _builtins.bool = ...,
+        reader_type: Global___DataType.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffers_digest", b"buffers_digest", "fingerprint", b"fingerprint", "known", b"known", "leaves", b"leaves", "reader", b"reader", "run_state", b"run_state", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffers_digest", b"buffers_digest", "fingerprint", b"fingerprint", "known", b"known", "leaves", b"leaves", "reader", b"reader", "reader_type", b"reader_type", "run_state", b"run_state", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1825,10 +1845,19 @@ class ReadCutRequest(_message.Message):
     BUFFERS_DIGEST_FIELD_NUMBER: _builtins.int
     INDEX_CODECS_FIELD_NUMBER: _builtins.int
     LINK_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    READER_TYPE_FIELD_NUMBER: _builtins.int
+    RESIDUES_FIELD_NUMBER: _builtins.int
+    CUT_BUFFERS_DIGEST_FIELD_NUMBER: _builtins.int
     buffers_digest: _builtins.bytes
     """The digest of the buffers that the reader has; empty for none. Others are sent."""
     link_bytes_per_second: _builtins.float
     """As in PullDiffRequest."""
+    reader_type: Global___DataType.ValueType
+    """As in AwaitCutRequest."""
+    residues: _builtins.bool
+    """Whether the reader can complete residues from the values of the versions that it holds."""
+    cut_buffers_digest: _builtins.bytes
+    """The digest of the cut's buffers, as AwaitCut has told it: cuts of one version may have different ones. Shard 0 only."""
     @_builtins.property
     def version(self) -> Global___ShardVersion:
         """The shard's part of the cut, as AwaitCut has told it."""
@@ -1851,10 +1880,13 @@ class ReadCutRequest(_message.Message):
         buffers_digest: _builtins.bytes = ...,
         index_codecs: _abc.Iterable[Global___IndexCodec.ValueType] | None = ...,
         link_bytes_per_second: _builtins.float = ...,
+        reader_type: Global___DataType.ValueType = ...,
+        residues: _builtins.bool = ...,
+        cut_buffers_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffers_digest", b"buffers_digest", "held", b"held", "index_codecs", b"index_codecs", "link_bytes_per_second", b"link_bytes_per_second", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffers_digest", b"buffers_digest", "cut_buffers_digest", b"cut_buffers_digest", "held", b"held", "index_codecs", b"index_codecs", "link_bytes_per_second", b"link_bytes_per_second", "reader_type", b"reader_type", "residues", b"residues", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -39,7 +39,8 @@ def value_arrays(draw):
 
 
 def test_every_codec_of_the_protocol_is_registered_by_its_name():
-    assert {*VALUE_FORMATS} == {*pb.ValueCodec.values()} - {pb.VALUE_CODEC_UNSPECIFIED}
+    needs_own_values = {pb.VALUE_CODEC_RESIDUE}  # test_residue.py
+    assert {*VALUE_FORMATS} == {*pb.ValueCodec.values()} - {pb.VALUE_CODEC_UNSPECIFIED} - needs_own_values
     for codec, value_format in VALUE_FORMATS.items():
         assert pb.ValueCodec.Name(codec) == f"VALUE_CODEC_{value_format.name.upper()}"
 

@@ -7,6 +7,7 @@ from psservice.cuts.cuts import ShardVersion
 from psservice.shard.following import follow, news_of
 from tests.psservice.service_makers import F32, layout_of
 from tests.psservice.shard_makers import Clock, push, reason_of, serving, serving_shards
+from tests.system.tools import wait_until
 
 LAYOUT = layout_of((9000, F32), (11, F32))
 VALUES = torch.arange(LAYOUT.size, dtype=torch.float32)
@@ -29,7 +30,7 @@ def hear(shards):
 
 
 def versions(cut):
-    return [shard.version for shard in cut.shards]
+    return [shard.version for shard in cut.shards[None]]
 
 
 def test_a_cut_is_made_when_the_model_has_moved_and_three_are_kept():
@@ -43,10 +44,10 @@ def test_a_cut_is_made_when_the_model_has_moved_and_three_are_kept():
             cuts.append(make(shard))
         assert [versions(cut) for cut in cuts] == [[0], [1], [2], [3], [4], [5]]
         for cut in cuts[:-3]:
-            assert reason_of(shard.cuts.find, cut.shards[0]) is ErrorCode.NO_SUCH_CUT
+            assert reason_of(shard.cuts.find, cut.shards[None][0]) is ErrorCode.NO_SUCH_CUT
         for cut in cuts[-3:]:
-            kept = cut.shards[0]
-            assert shard.cuts.find(kept).digest == kept.digest
+            kept = cut.shards[None][0]
+            assert shard.cuts.find(kept).views[None].digest == kept.digest
             other = ShardVersion(kept.generation, kept.version, bytes(16))
             assert reason_of(shard.cuts.find, other) is ErrorCode.NO_SUCH_CUT
 
@@ -74,7 +75,7 @@ def test_nothing_is_kept_for_readers_before_one_asks_and_after_the_last_has_gone
         thread.join()
         assert shard.cuts.newest is None
         assert shard.cuts.nbytes == 0
-        assert shard.cuts.wanted == 0
+        assert shard.cuts.wanted.number == 0
 
 
 def test_a_cut_of_several_shards_needs_all_of_them():
@@ -86,8 +87,8 @@ def test_a_cut_of_several_shards_needs_all_of_them():
         assert make(zero) is None
         cut = hear(shards)
         assert versions(cut) == [1, 1]
-        for shard, version in zip(shards, cut.shards, strict=True):
-            assert shard.cuts.find(version).digest == version.digest
+        for shard, version in zip(shards, cut.shards[None], strict=True):
+            assert shard.cuts.find(version).views[None].digest == version.digest
 
         push(other, 2, {9001: 1.0})  # shard 0 has not moved
         clock.now = 6.0
@@ -98,13 +99,13 @@ def test_a_cut_of_several_shards_needs_all_of_them():
         push(zero, 2, {1: 1.0})
         clock.now = 7.0
         assert make(zero) is before  # nobody answers
-        number = zero.cuts.wanted
+        number = zero.cuts.wanted.number
         clock.now = 16.0
         assert make(zero) is before
-        assert zero.cuts.wanted == number
+        assert zero.cuts.wanted.number == number
         clock.now = 18.0
         make(zero)
-        assert zero.cuts.wanted != number  # another one is tried
+        assert zero.cuts.wanted.number != number  # another one is tried
         assert versions(hear(shards)) == [2, 2]
 
 
@@ -124,11 +125,11 @@ def test_a_late_answer_of_a_shard_counts_for_no_other_cut():
 
 def test_another_model_ends_the_cuts_of_the_one_before():
     with serving(LAYOUT, VALUES, cut_seconds=1e-9) as shard:
-        cut = make(shard).shards[0]
+        cut = make(shard).shards[None][0]
         shard.serve(shard.state)
         assert shard.cuts.newest is None
         assert reason_of(shard.cuts.find, cut) is ErrorCode.NO_SUCH_CUT
-        assert make(shard).shards[0].version == cut.version
+        assert make(shard).shards[None][0].version == cut.version
 
 
 def test_the_last_reader_of_several_shards_frees_all_of_them():
@@ -147,3 +148,34 @@ def test_the_last_reader_of_several_shards_frees_all_of_them():
         for shard in shards:
             push(shard, 1, {1: 1.0, 9001: 1.0})
             assert shard.cuts.nbytes == 0
+
+
+def test_the_version_of_a_reader_that_is_behind_is_tracked_until_it_moves_on():
+    with serving(LAYOUT, VALUES, cut_seconds=1e-9) as shard:
+        cuts = shard.cuts
+        cuts.ask(torch.bfloat16)
+        first = wait_for_cut(shard, 0)
+        version = first.shards[torch.bfloat16][0]
+        cuts.sent(cuts.find(version, torch.bfloat16), None)
+        for step in range(1, 6):
+            push(shard, step, {step: 1.0})
+            wait_for_cut(shard, step)
+        view = newest_view(shard)
+        assert view.tracks.versions == (0,)
+        offsets, _ = view.tracks.since(0, 5, view.stamps)
+        assert [*offsets] == [1, 2, 3, 4, 5]
+        kept = cuts.find(cuts.newest.shards[torch.bfloat16][0], torch.bfloat16)
+        cuts.sent(kept, 0)
+        push(shard, 6, {6: 1.0})
+        wait_for_cut(shard, 6)
+        assert newest_view(shard).tracks.versions == ()
+
+
+def newest_view(shard):
+    return shard.cuts.find(shard.cuts.newest.shards[torch.bfloat16][0], torch.bfloat16).views[torch.bfloat16]
+
+
+def wait_for_cut(shard, version):
+    """The newest cut once it is of a version, for readers of bfloat16; the thread of cuts makes it."""
+    wait_until(lambda: shard.cuts.newest is not None and shard.cuts.newest.version == version)
+    return shard.cuts.newest

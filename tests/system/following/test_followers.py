@@ -46,8 +46,8 @@ def test_a_module_and_a_directory_have_every_version_whole_and_soon_the_newest(t
                 wait_until(lambda each=each: each.lag.versions == 0)
             assert wrong == []
             assert len(seen) > 2
-            assert same(parameters_of(module), run.versions[version])
-            assert follower.digest == other.digest
+            wait_until(lambda: same(parameters_of(module), run.versions[version]))  # and the other shard's push
+            wait_until(lambda: follower.digest == other.digest)
             assert follower.cut == other.cut
             about, found = loaded(tmp_path)
             assert about["version"] == version
@@ -307,9 +307,9 @@ def test_a_module_of_another_dtype_ends_the_follower():
         with psclient.follow(server, module, settings=READING) as follower:
             follower.wait_for(1, SECONDS)
             with follower.hold():
-                module.half()
+                module.double()
             version = run.steps(2)
-            with pytest.raises(errors.FollowerNotReadyError, match="float16, and the run"):
+            with pytest.raises(errors.FollowerNotReadyError, match="float64, and the run"):
                 follower.wait_for(version, SECONDS)
             assert follower.is_over
 

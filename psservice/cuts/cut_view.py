@@ -1,0 +1,101 @@
+"""A cut as readers of one data type have it, and what they lack of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pscore.model.layout import ModelLayout
+from pscore.model.sparse_slice import SparseSlice
+from pscore.wire.codecs.residue import UNKNOWN
+from psservice.cuts.stamps import Offsets, Stamps
+from psservice.cuts.tracks import Tracks
+from psservice.cuts.view import differences
+from psservice.model.changelog import ALMOST_ALL, most_changed, union
+from psservice.replies.exact_reply import SPARSE_ENTRY_BYTES, ModelValues, Reserve
+
+Find = Callable[[int], ModelValues | None]
+"""Returns the values of an older version, if they are still known."""
+
+
+class Changes(NamedTuple):
+    """Elements that differ from those of a version, or may.
+
+    Attributes:
+        offsets: in the shard, ascending.
+        distances: how many places of their order words of 16 bits are away at most; else
+            :data:`~pscore.wire.codecs.residue.UNKNOWN`.
+    """
+
+    offsets: Offsets
+    distances: NDArray[np.uint16]
+
+
+@dataclass(frozen=True, slots=True)
+class CutView:
+    """A cut for readers of one data type; ``values`` are the cut's, in fp32."""
+
+    values: ModelValues
+    layout: ModelLayout
+    digest: bytes
+    stamps: Stamps
+    tracks: Tracks
+
+    def since(self, version: int | None, reserve: Reserve, find: Find) -> Changes | None:
+        """Return what readers with a version lack; ``None`` for everything. Raises :class:`Rejected` by ``reserve``.
+
+        The best is known of versions whose values are kept, then of those that are tracked, then of any since the
+        shadow began, and of others what the change log tells.
+        """
+        model = self.values.model
+        names_values = model.versions_name_values
+        if version is None:
+            return None
+        if version == self.values.version and names_values:
+            return Changes(np.empty(0, np.int64), np.empty(0, np.uint16))
+        had = find(version) if names_values else None
+        tracked = self.tracks.since(version, self.values.version, self.stamps) if had is None and names_values else None
+        if tracked is not None:
+            changes = Changes(*tracked)
+        else:
+            is_known = names_values or version > self.stamps.began
+            offsets = self.stamps.since(version) if is_known else None
+            if offsets is None:
+                offsets = self._logged_since(version)
+            if offsets is None:
+                return None
+            changes = Changes(offsets, self.stamps.distances(version, offsets))
+        size = model.span.length
+        if changes.offsets.size >= ALMOST_ALL * size:
+            return None
+        reserve(SPARSE_ENTRY_BYTES * changes.offsets.size)
+        return changes if had is None else self._different(changes.offsets, had)
+
+    def _logged_since(self, version: int) -> Offsets | None:
+        """Return what has changed since a version from before the shadow, as far as the model's change log goes."""
+        model, size = self.values.model, self.values.model.span.length
+        changes = model.changes_between(version, self.stamps.began)
+        since = self.stamps.since(self.stamps.began)
+        if changes is None or most_changed(changes, size) is None or since is None:
+            return None
+        united = union([*(each if each is None else each.cpu() for each in changes), torch.from_numpy(since)], size)
+        return None if united is None else united.long().numpy()
+
+    def _different(self, offsets: Offsets, had: ModelValues) -> Changes:
+        """Return those of the elements whose words are others than they were, and how far these are."""
+        span, places = had.model.span, torch.from_numpy(offsets)
+        before, after = (SparseSlice(span, places, values_of(each, places)) for each in (had, self.values))
+        kept, distances = [np.empty(0, np.int64)], [np.empty(0, np.uint16)]
+        for some, steps, _, _ in differences(self.layout, span, before, after):
+            kept.append(some)
+            near = np.full(some.size, UNKNOWN, np.uint16) if steps is None else np.abs(steps).astype(np.uint16)
+            distances.append(near)
+        return Changes(np.concatenate(kept), np.concatenate(distances))
+
+
+def values_of(values: ModelValues, offsets: torch.Tensor) -> torch.Tensor:
+    """Return the values at offsets of the shard (int64, on the host), fp32 on the host."""
+    return values.values.gather(offsets.to(values.model.theta.device)).cpu()
