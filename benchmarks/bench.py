@@ -17,10 +17,12 @@ from benchmarks.harness import machine, report
 from benchmarks.harness.progress import Progress
 from benchmarks.harness.section import Plan, Section
 from benchmarks.peers import peers
-from benchmarks.sections import accuracy, codecs, memory, readers, selection, server, wire
+from benchmarks.sections import accuracy, codecs, feed, memory, readers, selection, server, wire
 from benchmarks.workload.layouts import resnet18, resnet50
 
-SECTIONS = {module.KEY: module for module in (selection, codecs, wire, server, readers, memory, peers, accuracy, pairs)}
+SECTIONS = {
+    module.KEY: module for module in (selection, codecs, wire, server, readers, feed, memory, peers, accuracy, pairs)
+}
 
 BUDGETS = {
     "selection": (12, 190),
@@ -28,6 +30,7 @@ BUDGETS = {
     "wire": (6, 20),
     "server": (8, 90),
     "readers": (60, 150),
+    "feed": (60, 400),
     "memory": (10, 100),
     "peers": (13, 120),
     "accuracy": (1, 315),

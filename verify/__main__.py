@@ -192,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m verify", description="Break everything and count what is lost.")
     parser.add_argument("--kills", type=int, default=50, help="servers killed in the campaigns of kills, all together")
     parser.add_argument("--workers", type=int, default=8, help="that push meanwhile")
-    parser.add_argument("--readers", type=int, default=3, help="that follow the model in the campaigns of kills")
+    parser.add_argument("--readers", type=int, default=4, help="that follow the model in the campaigns of kills")
     parser.add_argument("--size", type=int, default=40_000, help="elements of the model")
     parser.add_argument("--pause", type=float, default=0.01, help="mean seconds between two pushes of a worker")
     parser.add_argument(

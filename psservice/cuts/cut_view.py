@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pscore.model.layout import ModelLayout
+from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.codecs.residue import UNKNOWN
 from psservice.cuts.stamps import Offsets, Stamps
@@ -73,6 +73,12 @@ class CutView:
             return None
         reserve(SPARSE_ENTRY_BYTES * changes.offsets.size)
         return changes if had is None else self._different(changes.offsets, had)
+
+    def distances(self, version: int, part: Span) -> NDArray[np.uint16]:
+        """Bound how far every element of a part of the shard is from where it was at a version, at this cut."""
+        start, names_values = self.values.model.span.start, self.values.model.versions_name_values
+        offsets = np.arange(part.start - start, part.end - start)
+        return self.stamps.distances(version if names_values else -1, offsets)
 
     def _logged_since(self, version: int) -> Offsets | None:
         """Return what has changed since a version from before the shadow, as far as the model's change log goes."""

@@ -18,7 +18,7 @@ from psservice.cuts.shadow import ReaderType, Shadow
 from psservice.model.parameters import rounded_slices
 from psservice.model.shared_results import SharedResults
 from psservice.replies.exact_reply import ModelValues, Reserve
-from psservice.replies.shared_reply import DenseMessages, ReplyMessages, Residues, SharedReply
+from psservice.replies.shared_reply import DenseMessages, ReplyMessages, Residues, Segment, SharedReply
 
 _BUFFERS_DIGEST_BYTES = 16
 
@@ -104,17 +104,16 @@ class ShardCut:
         self, held: Sequence[Held], form: ReaderForm, chunk_bytes: int, reserve: Reserve, find: Find
     ) -> SharedReply:
         view = self.views[form.dtype]
-        lacking = [(part, view.since(version, reserve, find)) for part, version in held]
-        if all(changes is not None for _, changes in lacking):
-            sent = [piece for part, changes in lacking for piece in _pieces(view, part, changes, form)]
+        lacking = [(*each, view.since(each.version, reserve, find)) for each in held]
+        if all(changes is not None for _, _, changes in lacking):
+            sent = [piece for each in lacking for piece in _pieces(view, *each, form)]
             entries = sum(each.entries.entries if isinstance(each, Residues) else each.entries for each in sent)
             messages = ReplyMessages(sent, form.wire, chunk_bytes, 24 * entries)
             return SharedReply(0, self.version, entries, False, 12 * entries, messages)
 
-        def read() -> Iterator[SparseSlice]:  # refers to the values, and not to the cut, which refers to the reply
-            for part, changes in lacking:
-                for segment in _segments(view.values, part, changes):
-                    yield from rounded_slices(view.layout, segment)
+        def read() -> Iterator[Segment]:  # refers to the values, and not to the cut, which refers to the reply
+            for each in lacking:
+                yield from _pieces(view, *each, form)
 
         dense = DenseMessages(read, form.wire, chunk_bytes)
         return SharedReply(0, self.version, self.model.span.length, True, 0, dense)
@@ -136,15 +135,18 @@ def _within(changes: Changes, part: Span, span: Span) -> slice:
     return slice(*np.searchsorted(changes.offsets, (part.start - span.start, part.end - span.start)).tolist())
 
 
-def _pieces(view: CutView, part: Span, changes: Changes | None, form: ReaderForm) -> Iterator[SparseSlice | Residues]:
+def _pieces(
+    view: CutView, part: Span, version: int | None, changes: Changes | None, form: ReaderForm
+) -> Iterator[SparseSlice | Residues]:
     """Yield what is sent of a part: residues if the reader takes them, and words of 16 bits."""
-    assert changes is not None
-    first = _within(changes, part, view.values.model.span).start
+    first = 0 if changes is None else _within(changes, part, view.values.model.span).start
     for segment in _segments(view.values, part, changes):
         for piece in rounded_slices(view.layout, segment):
             last = first + piece.entries
-            if form.residues and piece.values.dtype.itemsize == 2:
-                yield Residues(piece, changes.distances[first:last])
-            else:
+            if version is None or not form.residues or piece.values.dtype.itemsize != 2:
                 yield piece
+            elif changes is None:
+                yield Residues(piece, view.distances(version, piece.span))
+            else:
+                yield Residues(piece, changes.distances[first:last])
             first = last

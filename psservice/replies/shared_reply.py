@@ -56,7 +56,7 @@ class Messages(Protocol):
 class DenseMessages:
     """Messages of all values, which each reader reads anew, as it sends them: nothing is kept."""
 
-    def __init__(self, segments: Callable[[], Iterator[SparseSlice]], form: WireForm, chunk_bytes: int) -> None:
+    def __init__(self, segments: Callable[[], Iterator[Segment]], form: WireForm, chunk_bytes: int) -> None:
         self._segments, self._form, self._chunk_bytes = segments, form, chunk_bytes
         self.failed = False
 

@@ -15,6 +15,7 @@ from tests.simulator.witness import bits, floats, require
 
 AGAIN = (ErrorCode.BUSY, ErrorCode.NOT_INITIALISED, ErrorCode.NO_SUCH_CUT, ErrorCode.DRAINING, ErrorCode.NOT_DURABLE)
 WAIT_SECONDS = 5.0
+LONGEST_NAP_SECONDS = 10.0
 
 
 TYPES = {
@@ -45,7 +46,8 @@ class Reader:
                 require(refusal.reason in AGAIN, f"{self.name} is refused: {refusal}")
             except (CutError, TimeoutError):
                 pass
-            await asyncio.sleep(self.random.random())
+            is_slow = self.random.random() < 0.15  # so that it lacks more versions than are kept
+            await asyncio.sleep(LONGEST_NAP_SECONDS * self.random.random() if is_slow else self.random.random())
 
     def _is_done(self):
         simulation = self.simulation

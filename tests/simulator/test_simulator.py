@@ -10,8 +10,11 @@ its version had; and nobody waits for ever. SIMULATOR_HISTORIES and SIMULATOR_SE
 import os
 import time
 
+import numpy as np
 import pytest
 
+from psservice.cuts.stamps import Stamps
+from psservice.cuts.tracks import Tracks
 from psservice.model.copies import CopyOnWrite
 from psservice.state.pushes import Pushes
 from tests.psservice.durability.memory_disk import Handle, MemoryDisk
@@ -37,12 +40,18 @@ def test_every_promise_is_kept_in_every_history(capsys):
         (MemoryDisk, "sync", lambda *_: None),
         (Pushes, "push", lambda *_: None),
         (CopyOnWrite, "overwrites", lambda *_: None),
+        (Stamps, "note", lambda *_: None),
+        (Stamps, "distances", lambda self, version, offsets: np.zeros(offsets.size, np.uint16)),
+        (Tracks, "move", lambda *_: None),
     ],
     ids=[
         "a journal that is not synced",
         "a directory that is not synced",
         "pushes that are not known again",
         "cuts that move on",
+        "changes that are not noted",
+        "words that have gone farther than is said",
+        "steps that are not counted",
     ],
 )
 def test_a_shard_that_breaks_a_promise_is_found_out(where, call, broken, monkeypatch):

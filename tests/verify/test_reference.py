@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from verify.client.wire import Download, Push, Reply, digest
+from verify.client.wire import Download, Push, Reply, digest, rounded_digest
 from verify.model.reference import judge
 from verify.traffic.book import Book, in_doubt, read
 
@@ -96,6 +97,28 @@ def test_a_replica_that_was_something_else_is_found(story):
     path, _, models = story
     verdict = verdict_of(path, models[4], seen={3: {digest(models[2])}})
     assert (verdict.good, verdict.different) == (False, 1)
+
+
+def rounded(model):
+    """Return a model as a reader in bfloat16 notes it down, whatever its low bits are."""
+    narrow = torch.from_numpy(model).bfloat16()
+    assert rounded_digest(narrow.float().numpy()) == rounded_digest(model)
+    return rounded_digest(model)
+
+
+def test_a_reader_in_bfloat16_has_the_rounded_model_or_is_found(story):
+    path, _, models = story
+    assert verdict_of(path, models[4], seen={3: {rounded(models[3])}}).good
+    verdict = verdict_of(path, models[4], seen={3: {rounded(models[2])}})
+    assert (verdict.good, verdict.different) == (False, 1)
+
+
+def test_rounding_is_that_of_torch():
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 1 << 32, 1 << 16, dtype=np.uint32)
+    halves = np.arange(1 << 16, dtype=np.uint32) << 16 | 0x8000  # as near to one as to the other
+    for values in (bits.view(np.float32), halves.view(np.float32)):
+        rounded(values[np.isfinite(values)])
 
 
 def test_a_version_that_was_seen_and_is_gone_is_found(story):

@@ -269,6 +269,14 @@ def digest(values: Floats) -> str:
     return hashlib.blake2b(values.tobytes(), digest_size=12).hexdigest()
 
 
+def rounded_digest(values: Floats) -> str:
+    """Name what readers in bfloat16 have of an array: the upper halves, rounded to nearest even."""
+    bits = values.view(np.uint32)
+    upper, rest = bits >> 16, bits & 0xFFFF
+    rounded = upper + ((rest > 0x8000) | ((rest == 0x8000) & (upper & 1 == 1)))
+    return "bf16 " + hashlib.blake2b(rounded.astype("<u2").tobytes(), digest_size=12).hexdigest()
+
+
 def reason_of(error: grpc.RpcError) -> str:
     """Return the reason of a refusal, as the proto names it; empty where the call was not refused but failed."""
     status = rpc_status.from_call(cast(grpc.Call, error))

@@ -1,8 +1,8 @@
 """A reader that follows the model and writes down what it holds at every version: ``python -m verify.traffic.reader``.
 
-It follows with a module or with a directory, as drawn, through ``psclient``. A line of its notes is a shard, its
-version, and the digest of its values: taken from the module while it is held, or from the files by their index. A
-reader that follows with a directory reads it before it follows, as what its predecessor has left.
+It follows with a module or with a directory, in fp32 or in bfloat16, through ``psclient``. A line of its notes is a
+shard, its version, and the digest of its values: taken from the module while it is held, or from the files by their
+index. A reader that follows with a directory reads it before it follows, as what its predecessor has left.
 """
 
 import argparse
@@ -33,15 +33,16 @@ NOTES = "reader-*.notes"
 
 
 def flat_of(tensors: Iterable[torch.Tensor]) -> wire.Floats:
-    """Lay tensors end to end."""
-    return np.concatenate([tensor.detach().reshape(-1).numpy() for tensor in tensors])
+    """Lay tensors end to end, in fp32."""
+    return np.concatenate([tensor.detach().float().reshape(-1).numpy() for tensor in tensors])
 
 
 class Notes:
-    """Writes lines of (shard, version, digest) to a file, each at once."""
+    """Writes lines of (shard, version, digest) to a file, each at once; ``narrow``: of values in bfloat16."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, narrow: bool) -> None:
         self._file = path.open("a", encoding="utf-8")
+        self._digest = wire.rounded_digest if narrow else wire.digest
         self._lock = threading.Lock()
 
     def add(self, versions: list[int], values: wire.Floats) -> None:
@@ -50,7 +51,7 @@ class Notes:
         with self._lock:
             for shard, version in enumerate(versions):
                 part = values[size * shard // count : size * (shard + 1) // count]
-                self._file.write(json.dumps([shard, version, wire.digest(part)]) + "\n")
+                self._file.write(json.dumps([shard, version, self._digest(part)]) + "\n")
             self._file.flush()
 
 
@@ -81,13 +82,15 @@ def main() -> int:
     parser.add_argument("--addresses", required=True)
     parser.add_argument("--notes", type=Path, required=True)
     parser.add_argument("--out", type=Path, help="follow with this directory; else with a module")
+    parser.add_argument("--narrow", action="store_true", help="in bfloat16")
     parser.add_argument("--size", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
     options = parser.parse_args()
     stop, parent = threading.Event(), os.getppid()
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
     torch.set_num_threads(1)
-    notes, rng = Notes(options.notes), random.Random(options.seed)
+    notes, rng = Notes(options.notes, narrow=options.narrow), random.Random(options.seed)
+    dtype = torch.bfloat16 if options.narrow else torch.float32
     settings = ClientSettings(server=options.addresses, deadline_seconds=_DEADLINE_SECONDS)
     if options.out is not None:
         found = _load(options.out)
@@ -100,9 +103,9 @@ def main() -> int:
             assert loaded[0] == [shard.version for shard in cut.shards]
             notes.add(*loaded)
 
-        follower = psclient.Follower(None, psclient.DirectorySink(options.out), settings, on_cut=note)
+        follower = psclient.Follower(None, psclient.DirectorySink(options.out, dtype), settings, on_cut=note)
     else:
-        module = torch.nn.ParameterDict({wire.TENSOR: torch.zeros(options.size)})
+        module = torch.nn.ParameterDict({wire.TENSOR: torch.zeros(options.size, dtype=dtype)})
         follower = psclient.follow(None, module, settings=settings)
     with follower:
         while not stop.is_set() and os.getppid() == parent:

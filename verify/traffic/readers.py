@@ -17,6 +17,8 @@ _LEAVE_SECONDS = 60.0
 class Readers:
     """Processes of :mod:`verify.traffic.reader`; every other one follows with a directory, which its lives share.
 
+    Two of four have bfloat16.
+
     Args:
         addresses: where they dial.
         directory: of their notes.
@@ -91,8 +93,9 @@ class Readers:
         }
         if number % 2:
             options["out"] = self._directory / f"followed-{number}"
+        arguments = [f"--{key}={value}" for key, value in options.items()]
         return subprocess.Popen(
-            [sys.executable, "-m", "verify.traffic.reader", *(f"--{key}={value}" for key, value in options.items())],
+            [sys.executable, "-m", "verify.traffic.reader", *arguments, *(["--narrow"] if number % 4 > 1 else [])],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
