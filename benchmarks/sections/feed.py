@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from benchmarks.campaign import language
-from benchmarks.campaign.text import Transformer
+from benchmarks.campaign.text import Transformer, make_tiny
 from benchmarks.harness.section import Plan, Section, Table
 from benchmarks.workload.delta_codes import CODES, GAPS_AND_XOR, Words
 from benchmarks.workload.followed_run import FollowedRun, Reply, followed_run
@@ -16,8 +16,9 @@ from benchmarks.workload.followed_run import FollowedRun, Reply, followed_run
 KEY, TITLE = "feed", "Bytes of a reader in bfloat16"
 
 _DEVIATION = 0.02  # of synthetic weights
-_RATES = (3e-7, 1e-6, 3e-6, 1e-5)  # of synthetic steps: normal, cut at three deviations, as Adam's nearly are
-_REAL_RATES = (1e-6, 1e-5)
+_RATE = 1e-6
+_RATES = (3e-7, _RATE, 3e-6, 1e-5)  # of synthetic steps: normal, cut at three deviations, as Adam's nearly are
+_REAL_RATES = (_RATE, 1e-5)
 _LAGS = (1, 8, 64)
 _LONG_LAG = 1000
 _ANCHORS = (10, 25)  # versions between whole models, as grail and Fireworks have them
@@ -49,19 +50,20 @@ class _Found:
 def run(plan: Plan) -> Section:
     """Measure synthetic steps, then those of a transformer."""
     section = Section(KEY, TITLE)
-    size = 1 << (20 if plan.quick else 22)
+    size = 1 << (18 if plan.quick else 22)
+    lags = _LAGS[:2] if plan.quick else _LAGS
     runs: dict[str, _Found] = {}
-    for rate in _RATES:
+    for rate in (_RATE,) if plan.quick else _RATES:
         plan.say(f"synthetic steps at {rate:g}")
-        lags = _LAGS if rate == _RATES[1] else (1,)
-        runs[f"synthetic, {rate:g}"] = _measure(plan, *_synthetic(plan.seed, size, rate), lags)
-    for rate in _REAL_RATES:
+        behind = lags if rate == _RATE else (1,)
+        runs[f"synthetic, {rate:g}"] = _measure(plan, *_synthetic(plan.seed, size, rate), behind)
+    for rate in (_RATE,) if plan.quick else _REAL_RATES:
         plan.say(f"AdamW at {rate:g}")
-        runs[f"transformer, AdamW at {rate:g}"] = _measure(plan, *_fine_tuning(plan, rate), _LAGS)
+        runs[f"transformer, AdamW at {rate:g}"] = _measure(plan, *_fine_tuning(plan, rate), lags)
     if not plan.quick and plan.has_time():
         plan.say(f"{_LONG_LAG} synthetic steps")
         runs["synthetic, 1e-06, a million weights"] = _measure(
-            plan, *_synthetic(plan.seed, 1 << 20, _RATES[1]), (*_LAGS, _LONG_LAG)
+            plan, *_synthetic(plan.seed, 1 << 20, _RATE), (*_LAGS, _LONG_LAG)
         )
     section.tables = [_bits(runs), _lags(runs)]
     section.figures = {
@@ -81,8 +83,9 @@ def run(plan: Plan) -> Section:
         "compared with the server's.",
         "A chain has one difference (gaps, XOR, zstd) a version; with anchors every k versions a reader takes the "
         "newest whole model (zstd) and the chain behind it, if that is less.",
-        f"Synthetic: weights N(0, {_DEVIATION:g}), steps N(0, rate²). The transformer has 3.3 million parameters and "
-        f"was trained on the source of Python's library for {_PRETRAINING[0]} steps before.",
+        f"Synthetic: weights N(0, {_DEVIATION:g}), steps N(0, rate²). The transformer has "
+        f"{'198,000' if plan.quick else '3.3 million'} parameters and was trained on the source of Python's library "
+        f"for {_PRETRAINING[0]} steps before.",
     ]
     return section
 
@@ -165,11 +168,11 @@ def _synthetic(seed: int, size: int, rate: float) -> tuple[torch.Tensor, Iterato
 def _fine_tuning(plan: Plan, rate: float) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
     """Return a trained transformer's values, and what AdamW takes from them step by step at another rate."""
     torch.manual_seed(plan.seed)
-    model = Transformer(256, 4, 8, language.WINDOW_BYTES)
+    model = make_tiny() if plan.quick else Transformer(256, 4, 8, language.WINDOW_BYTES)
     batches = language.batches(_BATCH, plan.seed, 0, 1)
     steps, first_rate = _PRETRAINING
     optimizer = torch.optim.AdamW(model.parameters(), lr=first_rate)
-    for _ in range(10 if plan.quick else steps):
+    for _ in range(steps):
         _step(model, optimizer, *next(batches))
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
 
