@@ -51,6 +51,7 @@ from psservice.rpc.charges import received_bytes
 from psservice.rpc.open_call import OpenCall, StalledError, fetch_error
 from psservice.rpc.penalty import Penalty, is_fault
 from psservice.rpc.pool import Pool
+from psservice.rpc.turns import Turns
 from psservice.shard.shard import Shard
 from psservice.values import Identity
 
@@ -73,6 +74,7 @@ _REQUEST_BYTES = 96 << 20  # of calls of one message, until their first answers 
 _STOP_SECONDS = 2.0  # for calls that wait for their client, from the moment the server stops
 _STOP_POLL_SECONDS = 0.02
 _QUEUE_SECONDS = 0.2  # after which a push that found the queue full is sent again
+_READERS_A_ROUND = 1  # messages to readers between two rounds of the loop, in which workers are served
 _NO_GATE = nullcontext()
 
 
@@ -100,6 +102,7 @@ class Dispatcher:
         self._waiters = shard.leases.waiters
         self._sweeping: asyncio.Task[None] | None = None
         self._joins = asyncio.Semaphore(_MOST_JOINS)
+        self._read_turns = Turns(_READERS_A_ROUND)
         self._penalty = Penalty()
         self._held_back = 0  # calls that have ended, of callers that make many mistakes
         self._request_budget = MemoryBudget(_REQUEST_BYTES)  # pushes may fill the shard's: leases are renewed
@@ -418,6 +421,8 @@ class Dispatcher:
                     making = asyncio.create_task(opened.run(partial(more, opened.call, others)))
                 left = len(batch)
                 for data in batch:
+                    if opened.rule.lane is Lane.READ:
+                        await self._read_turns.take()
                     left -= 1
                     opened.is_answered = others is None and not left
                     await self._wait(opened, opened.context.write(data), "reader")
