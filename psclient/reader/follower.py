@@ -5,8 +5,11 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
+import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -61,7 +64,8 @@ class Follower:
 
     Each cut is fetched, checked by its digest, staged, and then written in one go, so that the sink holds one version
     of the whole model at any time. A follower that is slower than the run skips versions. If the server is away, or
-    the line is cut, the follower keeps what it has and goes on by itself.
+    the line is cut, the follower keeps what it has and goes on by itself. One that nobody refers to any more is closed
+    by itself too; what its own sink or ``on_cut`` refers to does not keep it.
 
     Args:
         server: the address of each shard, as for an optimizer.
@@ -99,7 +103,173 @@ class Follower:
         if dtype is not None and isinstance(sink, Sink):
             raise ConfigurationError("dtype= is for engines; name that of a directory in DirectorySink(path, dtype)")
         self._sink = sink if isinstance(sink, Sink) else PatchSink(sink, dtype)
-        self._allow_older, self._on_cut = allow_older, on_cut
+        self._on_cut = on_cut
+        self._following = following = _Following(weakref.ref(self), self._settings, name, allow_older)
+        self._holds, self._changed = following._holds, following._changed
+
+    # What is held
+
+    @property
+    def cut(self) -> Cut | None:
+        """The cut that the sink holds; ``None`` before the first one, or if it may hold a mixture."""
+        return self._following._cut
+
+    @property
+    def ready(self) -> bool:
+        """Whether the sink holds a whole model."""
+        return self.cut is not None
+
+    @property
+    def version(self) -> int:
+        """The version of the model that is held, as workers count; raises :class:`FollowerNotReadyError` without."""
+        return self._held().version
+
+    @property
+    def digest(self) -> str:
+        """The digest of the model that is held; raises :class:`FollowerNotReadyError` without one."""
+        return self._held().digest
+
+    @property
+    def lag(self) -> Lag:
+        """How far the model that is held is behind, as far as is known here."""
+        following, cut, now = self._following, self.cut, time.monotonic()
+        versions = max(0, following._newest_version - (cut.version if cut is not None else 0))
+        return Lag(versions, 0.0 if following._is_waiting and following._is_heard else now - following._current)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over and its last version is held."""
+        return self._following._has_finished and self.cut is not None and self.cut == self._following._known
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the follower has ended: it was closed, or met an error that no other attempt would mend."""
+        return self._following._is_over
+
+    @property
+    def error(self) -> BaseException | None:
+        """What keeps the follower from going on, or did last; ``None`` while all is well."""
+        return self._following._error
+
+    @property
+    def fetched_bytes(self) -> int:
+        """How many bytes came for the cuts that were committed."""
+        return self._following._fetched_bytes
+
+    def _held(self) -> Cut:
+        if self.cut is None:
+            raise self._not_ready("there is no whole model here yet")
+        return self.cut
+
+    # Waiting and holding
+
+    def wait_for(self, version: int, seconds: float | None = None) -> Cut:
+        """Wait until a version, or a later one, is held, and return its cut.
+
+        Raises:
+            FollowerNotReadyError: after ``seconds``, or if the follower has ended, or the run has at a lower version.
+            ConfigurationError: ``version`` is no whole number.
+        """
+        whole_number(version, "version must be a whole number", 0)
+
+        def there() -> Cut | None:
+            cut = self.cut
+            return cut if cut is not None and cut.version >= version else None
+
+        with self._changed:
+            self._changed.wait_for(lambda: there() is not None or self.is_over or self.finished, seconds)
+            if (cut := there()) is not None:
+                return cut
+        raise self._not_ready(f"version {version} is not here" if self.ready else "there is no whole model here yet")
+
+    @contextmanager
+    def hold(self, seconds: float | None = None) -> Iterator[Cut]:
+        """Keep the model as it is during the body, and give its cut: ``with follower.hold(): module(x)``.
+
+        Waits for the first cut. Newer ones are staged meanwhile, and committed afterwards. Raises as :meth:`wait_for`.
+        """
+        with self.at_least(0, seconds) as cut:
+            yield cut
+
+    @contextmanager
+    def at_least(self, version: int, seconds: float | None = None) -> Iterator[Cut]:
+        """As :meth:`hold`, with this version or a later one."""
+        end = None if seconds is None else time.monotonic() + seconds
+
+        def left() -> float | None:
+            return None if end is None else max(0.0, end - time.monotonic())
+
+        while True:
+            if self._holds.is_mine and (self.cut is None or self.cut.version < version):
+                raise self._not_ready(f"version {version} cannot come while this thread holds another one")
+            self.wait_for(version, left())
+            with ExitStack() as holding:
+                try:
+                    holding.enter_context(self._holds.together(left()))
+                except TimeoutError:
+                    raise self._not_ready("a newer version waits for others that hold the model") from None
+                cut = self.cut
+                if cut is not None and cut.version >= version:  # else another one came in between
+                    yield cut
+                    return
+
+    def _not_ready(self, what: str) -> FollowerNotReadyError:
+        held = f"; version {self.cut.version} is" if self.cut is not None else ""
+        if self.error is not None:
+            why = f": {self.error}"
+        elif self.is_over:
+            why = ": the follower is closed"
+        elif self.finished:
+            why = ": the run is over"
+        else:
+            newest = self._following._newest_version
+            why = f"; the server has version {newest}" if newest else ": no answer yet"
+        return FollowerNotReadyError(f"{what}{held}{why}")
+
+    # The end
+
+    def close(self) -> None:
+        """Stop following; the sink keeps what it holds. Harmless twice."""
+        self._following.close()
+        if self.is_over:
+            self._following._closer.close(0)
+
+    def __del__(self) -> None:
+        """Have another thread close it, so that nobody waits: a collector may call this in any thread."""
+        following = getattr(self, "_following", None)  # not there if an argument was refused
+        if following is not None and not sys.is_finalizing():
+            following._job.cancelled = True
+            following._closer.submit(partial(_end_dropped, following, self._sink))
+
+    def __repr__(self) -> str:
+        """Say what is held."""
+        held = f"version {self.cut.version} of run {self.cut.run_id}" if self.cut is not None else "not ready"
+        return f"<psclient.Follower: {held}{', closed' if self.is_over else ''}>"
+
+    def __enter__(self) -> "Follower":
+        """Return the follower."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+
+def _end_dropped(following: "_Following", sink: Sink) -> None:
+    following.close()
+    following._job.wait()  # the sink may be at work until then
+    sink.close()
+
+
+class _Following:
+    """What a follower's thread works with.
+
+    The thread refers to this object alone. The follower, with its sink and its callback, can so be collected while the
+    thread waits for a server.
+    """
+
+    def __init__(self, owner: "weakref.ref[Follower]", settings: ClientSettings, name: str, allow_older: bool) -> None:
+        self._owner, self._settings, self._allow_older = owner, settings, allow_older
         self._name = name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self._holds, self._changed = Holds(), threading.Condition()
         self._cut: Cut | None = None
@@ -121,124 +291,22 @@ class Follower:
         self._connections: list[Connection] = []
         self._readers: list[ShardReader] = []
         self._threads: list[SerialExecutor] = []
-        self.fetched_bytes = 0
+        self._fetched_bytes = 0
+        self._closer = SerialExecutor("psclient-follow-end")  # waits for the end if the follower is dropped
         self._thread = SerialExecutor("psclient-follow")
         self._job = self._thread.submit(self._run)
 
-    # What is held
-
     @property
-    def cut(self) -> Cut | None:
-        """The cut that the sink holds; ``None`` before the first one, or if it may hold a mixture."""
-        return self._cut
+    def _sink(self) -> Sink:
+        owner = self._owner()
+        if owner is None:
+            raise InterruptedError("nobody refers to the follower any more")
+        return owner._sink
 
-    @property
-    def ready(self) -> bool:
-        """Whether the sink holds a whole model."""
-        return self._cut is not None
-
-    @property
-    def version(self) -> int:
-        """The version of the model that is held, as workers count; raises :class:`FollowerNotReadyError` without."""
-        return self._held().version
-
-    @property
-    def digest(self) -> str:
-        """The digest of the model that is held; raises :class:`FollowerNotReadyError` without one."""
-        return self._held().digest
-
-    @property
-    def lag(self) -> Lag:
-        """How far the model that is held is behind, as far as is known here."""
-        cut, now = self._cut, time.monotonic()
-        versions = max(0, self._newest_version - (cut.version if cut is not None else 0))
-        return Lag(versions, 0.0 if self._is_waiting and self._is_heard else now - self._current)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the run is over and its last version is held."""
-        return self._has_finished and self._cut is not None and self._cut == self._known
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the follower has ended: it was closed, or met an error that no other attempt would mend."""
-        return self._is_over
-
-    @property
-    def error(self) -> BaseException | None:
-        """What keeps the follower from going on, or did last; ``None`` while all is well."""
-        return self._error
-
-    def _held(self) -> Cut:
-        if self._cut is None:
-            raise self._not_ready("there is no whole model here yet")
-        return self._cut
-
-    # Waiting and holding
-
-    def wait_for(self, version: int, seconds: float | None = None) -> Cut:
-        """Wait until a version, or a later one, is held, and return its cut.
-
-        Raises:
-            FollowerNotReadyError: after ``seconds``, or if the follower has ended, or the run has at a lower version.
-            ConfigurationError: ``version`` is no whole number.
-        """
-        whole_number(version, "version must be a whole number", 0)
-
-        def is_there() -> bool:
-            return self._cut is not None and self._cut.version >= version
-
-        with self._changed:
-            self._changed.wait_for(lambda: is_there() or self._is_over or self.finished, seconds)
-            if is_there():
-                assert self._cut is not None
-                return self._cut
-        raise self._not_ready(f"version {version} is not here" if self.ready else "there is no whole model here yet")
-
-    @contextmanager
-    def hold(self, seconds: float | None = None) -> Iterator[Cut]:
-        """Keep the model as it is during the body, and give its cut: ``with follower.hold(): module(x)``.
-
-        Waits for the first cut. Newer ones are staged meanwhile, and committed afterwards. Raises as :meth:`wait_for`.
-        """
-        with self.at_least(0, seconds) as cut:
-            yield cut
-
-    @contextmanager
-    def at_least(self, version: int, seconds: float | None = None) -> Iterator[Cut]:
-        """As :meth:`hold`, with this version or a later one."""
-        end = None if seconds is None else time.monotonic() + seconds
-
-        def left() -> float | None:
-            return None if end is None else max(0.0, end - time.monotonic())
-
-        while True:
-            if self._holds.is_mine and (self._cut is None or self._cut.version < version):
-                raise self._not_ready(f"version {version} cannot come while this thread holds another one")
-            self.wait_for(version, left())
-            with ExitStack() as holding:
-                try:
-                    holding.enter_context(self._holds.together(left()))
-                except TimeoutError:
-                    raise self._not_ready("a newer version waits for others that hold the model") from None
-                cut = self._cut
-                if cut is not None and cut.version >= version:  # else another one came in between
-                    yield cut
-                    return
-
-    def _not_ready(self, what: str) -> FollowerNotReadyError:
-        held = f"; version {self._cut.version} is" if self._cut is not None else ""
-        if self._error is not None:
-            why = f": {self._error}"
-        elif self._is_over:
-            why = ": the follower is closed"
-        elif self.finished:
-            why = ": the run is over"
-        else:
-            why = f"; the server has version {self._newest_version}" if self._newest_version else ": no answer yet"
-        return FollowerNotReadyError(f"{what}{held}{why}")
-
-    # The thread
+    def _tell(self, cut: Cut) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner._on_cut(cut)
 
     def _run(self) -> None:
         delay = _SHORTEST_PAUSE_SECONDS
@@ -263,7 +331,8 @@ class Follower:
             self._is_waiting = False
             if not isinstance(self._error, RolledBackError):
                 self._known = None  # what could not be done is tried again with the newest cut
-            self._disconnect()
+            if isinstance(self._error, SparsepsError | Rejected):  # else it is the sink that has failed
+                self._disconnect()
             pause(delay)
             delay = min(2 * delay, _LONGEST_PAUSE_SECONDS)
         self._end(None)
@@ -274,6 +343,10 @@ class Follower:
             self._complained = now
             held = f"version {self._cut.version} stays" if self._cut is not None else "there is no model yet"
             log.warning("not following now (%s): %s", held, error)
+        cause: BaseException | None = error
+        while cause is not None:  # the frames refer to the sink, and so perhaps to the follower
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__context__
         self._error = error
         with self._changed:
             self._changed.notify_all()
@@ -283,7 +356,8 @@ class Follower:
             leaving = pb.AwaitCutRequest(reader=self._name, leaves=True)
             suppress_errors(partial(self._connections[0].stub.AwaitCut, leaving, timeout=_LEAVING_SECONDS))
         self._disconnect()
-        self._sink.close()
+        with contextlib.suppress(InterruptedError):  # a sink without its follower is closed behind this
+            self._sink.close()
         self._is_waiting = False
         with self._changed:
             self._error, self._is_over = error or self._error, True
@@ -438,10 +512,10 @@ class Follower:
         finally:
             with self._changed:
                 self._changed.notify_all()
-        self.fetched_bytes += sum(part.received_bytes for part in fetched)
+        self._fetched_bytes += sum(part.received_bytes for part in fetched)
         self._current = time.monotonic()
         try:
-            self._on_cut(cut)
+            self._tell(cut)
         except Exception as error:
             now = time.monotonic()
             is_new = now > self._complained_of_callback + _COMPLAINT_SECONDS
@@ -507,7 +581,7 @@ class Follower:
         self._connections = []
 
     def close(self) -> None:
-        """Stop following; the sink keeps what it holds. Harmless twice."""
+        """End the calls and the thread, and wait for that."""
         self._job.cancelled = True
         if executor.current() is self._job:  # called by on_cut: the thread ends behind that
             return
@@ -520,19 +594,6 @@ class Follower:
         self._thread.close(_POLL_SECONDS)
         for thread in self._threads:
             thread.close(_CLOSING_SECONDS)
-
-    def __repr__(self) -> str:
-        """Say what is held."""
-        held = f"version {self._cut.version} of run {self._cut.run_id}" if self._cut is not None else "not ready"
-        return f"<psclient.Follower: {held}{', closed' if self._is_over else ''}>"
-
-    def __enter__(self) -> "Follower":
-        """Return the follower."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close it."""
-        self.close()
 
 
 def follow(
