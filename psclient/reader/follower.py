@@ -1,5 +1,6 @@
 """A follower: keeps one whole version of the model up to date, from a thread of its own."""
 
+import _thread
 import contextlib
 import logging
 import os
@@ -231,15 +232,13 @@ class Follower:
     def close(self) -> None:
         """Stop following; the sink keeps what it holds. Harmless twice."""
         self._following.close()
-        if self.is_over:
-            self._following._closer.close(0)
 
     def __del__(self) -> None:
-        """Have another thread close it, so that nobody waits: a collector may call this in any thread."""
+        """Have another thread close it: a collector may call this anywhere, and nothing may be waited for there."""
         following = getattr(self, "_following", None)  # not there if an argument was refused
-        if following is not None and not sys.is_finalizing():
+        if following is not None and not following._is_over and not sys.is_finalizing():
             following._job.cancelled = True
-            following._closer.submit(partial(_end_dropped, following, self._sink))
+            _thread.start_new_thread(_end_dropped, (following, self._sink))  # takes no lock, unlike threading.Thread
 
     def __repr__(self) -> str:
         """Say what is held."""
@@ -292,7 +291,6 @@ class _Following:
         self._readers: list[ShardReader] = []
         self._threads: list[SerialExecutor] = []
         self._fetched_bytes = 0
-        self._closer = SerialExecutor("psclient-follow-end")  # waits for the end if the follower is dropped
         self._thread = SerialExecutor("psclient-follow")
         self._job = self._thread.submit(self._run)
 

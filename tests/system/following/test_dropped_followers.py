@@ -8,6 +8,7 @@ from functools import partial
 
 import grpc
 import pytest
+import torch
 
 import psclient
 from psclient import DirectorySink, Follower, LocalServer
@@ -118,17 +119,19 @@ def test_it_may_be_dropped_in_its_own_thread(run, is_cycle):
     assert readers(run.server) == []
 
 
-def test_a_transfer_ends_with_its_follower(run):
-    module = make_model(1)
-    before = parameters_of(module)
-    with Line(run.server.addresses[0]) as line:
-        line.stop_at("down", 1500)
-        server = f"{line.address},{run.server.addresses[1]}"
-        follower = psclient.follow(server, module, settings=READING)
-        wait_until(lambda: line.down >= 1500, SECONDS)
+def test_a_transfer_ends_with_its_follower():
+    model, module = torch.nn.Linear(400, 300), torch.nn.Linear(400, 300)
+    half, before = 2 * 300 * 401, parameters_of(module)
+    with (
+        LocalServer() as server,
+        psclient.ASGD(model.parameters(), lr=0.1, model=model, server=server),
+        Line(server.addresses[0]) as line,
+    ):
+        line.stop_at("down", half)
+        follower = psclient.follow(line.address, module, settings=READING)
+        wait_until(lambda: line.down >= half, SECONDS)
         following = weakref.ref(follower._following)
         del follower
-        gc.collect()
         wait_for_end(following)
     assert same(parameters_of(module), before)
 
