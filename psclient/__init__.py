@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from psclient.reader.module_sink import ModuleSink as ModuleSink
     from psclient.reader.patch_sink import Patch as Patch
     from psclient.reader.patch_sink import PatchReceiver as PatchReceiver
+    from psclient.reader.patch_sink import PatchSink as PatchSink
     from psclient.report import StepReport as StepReport
     from psclient.report import Totals as Totals
     from psclient.report import scalars as scalars
@@ -65,7 +66,7 @@ _NAMES = {
     "psclient.reader.directory_sink": ("DirectorySink",),
     "psclient.reader.follower": ("Follower", "follow"),
     "psclient.reader.module_sink": ("ModuleSink",),
-    "psclient.reader.patch_sink": ("Patch", "PatchReceiver"),
+    "psclient.reader.patch_sink": ("Patch", "PatchReceiver", "PatchSink"),
     "psclient.report": ("StepReport", "Totals", "scalars"),
     "psclient.rounds": ("Rounds",),
     "psclient.rpc.download": ("download", "save"),

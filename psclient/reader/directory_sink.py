@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,7 @@ class DirectorySink(Sink):
 
     def buffers(self) -> bytes:
         """Return the buffers in their file."""
-        return self._packed(self._files.buffers) if self._files.buffers else b""
+        return self._packed(self._files) if self._files.buffers else b""
 
     def read(self, entries: SparseSlice) -> SparseSlice:
         """Return the values in the files at the places of these entries."""
@@ -107,6 +107,15 @@ class DirectorySink(Sink):
             for spec, words, first, last, where in self._parts(self.path / name, group, entries, "r"):
                 values[first:last] = torch.from_numpy(np.array(words[where])).view(spec.dtype).float()
         return SparseSlice(entries.span, entries.offsets, values)
+
+    def tensors(self) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        """Yield all parameters and buffers that are held, each whole."""
+        layout, files = self._layout, self._files
+        assert layout is not None
+        for name, group in zip(files.names, self._groups, strict=True):
+            yield from self._loaded(name, [layout.parameters[position] for position in group])
+        if files.buffers:
+            yield from self._loaded(files.buffers, layout.buffers)
 
     def stage(self, staged: StagedCut) -> None:
         """Write the files of the new version, under new names."""
@@ -190,12 +199,17 @@ class DirectorySink(Sink):
             ) from None
         self._lock = lock
 
-    def _packed(self, name: str) -> bytes:
+    def _packed(self, files: _Files) -> bytes:
         """Read the file of the buffers."""
         assert self._layout is not None
+        return pack(value for _, value in self._loaded(files.buffers, self._layout.buffers))
+
+    def _loaded(self, name: str, specs: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        """Yield tensors of a file."""
         try:
             with safe_open(self.path / name, "pt") as file:
-                return pack(file.get_tensor(spec.name) for spec in self._layout.buffers)
+                for spec in specs:
+                    yield spec, file.get_tensor(spec.name)
         except SafetensorError as error:
             raise OSError(f"cannot read {self.path / name}: {error}") from error
 
@@ -214,7 +228,7 @@ class DirectorySink(Sink):
             if len(files.names) != len(self._groups) or not all(_OURS.fullmatch(name) for name in files.all()):
                 return nothing
             is_whole = self._digest(layout, files, len(cut.shards)) == [shard.digest for shard in cut.shards]
-            is_whole &= not files.buffers or digest_of_buffers(self._packed(files.buffers)) == cut.buffers_digest
+            is_whole &= not files.buffers or digest_of_buffers(self._packed(files)) == cut.buffers_digest
         except ConfigurationError:
             raise
         except (OSError, ValueError, KeyError, TypeError, IndexError):

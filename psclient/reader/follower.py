@@ -75,7 +75,8 @@ class Follower:
         dtype: in which an engine takes the run's fp32 parameters: float16 or bfloat16; ``None``: as the run has them.
         name: this reader's name in the server's status; the default is made of host and process.
         allow_older: whether to follow a run that has been taken back to an older version, too.
-        on_cut: called after each commit, in the follower's thread, with the cut; an error in it is logged.
+        on_cut: called in the follower's thread with each cut that was committed, and with the newest one if the sink
+            is found to hold it; an error in it is logged.
 
     Raises:
         ConfigurationError: no server is named, or an argument or a setting cannot be used.
@@ -94,15 +95,10 @@ class Follower:
     ) -> None:
         self._settings = client_settings.resolve(settings, server, None)
         client_settings.require_server(self._settings)
-        if not isinstance(sink, Sink) and not all(hasattr(sink, name) for name in ("stage", "commit", "abort")):
-            raise ConfigurationError(
-                f"sink= must have stage, commit and abort, or be a DirectorySink, not {type(sink).__name__}; a module "
-                "follows with psclient.follow(server, module)"
-            )
         if not callable(on_cut):
             raise ConfigurationError(f"on_cut= must be a function of a cut, not {on_cut!r}")
         if dtype is not None and isinstance(sink, Sink):
-            raise ConfigurationError("dtype= is for engines; name that of a directory in DirectorySink(path, dtype)")
+            raise ConfigurationError("dtype= is for engines; a DirectorySink or PatchSink has one of its own")
         self._sink = sink if isinstance(sink, Sink) else PatchSink(sink, dtype)
         self._on_cut = on_cut
         self._following = following = _Following(weakref.ref(self), self._settings, name, allow_older)
@@ -274,6 +270,7 @@ class _Following:
         self._cut: Cut | None = None
         self._last: Cut | None = None  # that was held, also if nothing whole is now
         self._known: Cut | None = None  # the newest that was heard of
+        self._told: Cut | None = None  # that on_cut was last called with
         self._newest_version = 0
         self._current = time.monotonic()  # when the model here was last known to be the newest
         self._is_waiting = False  # for a cut newer than the one here
@@ -302,9 +299,16 @@ class _Following:
         return owner._sink
 
     def _tell(self, cut: Cut) -> None:
-        owner = self._owner()
-        if owner is not None:
+        owner, self._told = self._owner(), cut
+        if owner is None:
+            return
+        try:
             owner._on_cut(cut)
+        except Exception as error:
+            now = time.monotonic()
+            is_new = now > self._complained_of_callback + _COMPLAINT_SECONDS
+            self._complained_of_callback = now if is_new else self._complained_of_callback
+            log.error("on_cut has failed for version %d: %r", cut.version, error, exc_info=is_new)
 
     def _run(self) -> None:
         delay = _SHORTEST_PAUSE_SECONDS
@@ -409,6 +413,8 @@ class _Following:
             self._require_newer(cut)  # than what the sink has been found to hold
         if cut != self._cut:
             self._go_to(cut, layout)
+        elif cut != self._told:  # found by the sink
+            self._tell(cut)
         with self._changed:
             self._run_state = answer.run_state
             self._has_finished = answer.run_state == pb.RUN_STATE_FINISHED and answer.newest_version == cut.version
@@ -501,10 +507,12 @@ class _Following:
             with self._holds.alone(is_cancelled), torch.no_grad():
                 try:
                     self._sink.commit()
-                except BaseException:
+                except BaseException as error:
                     self._cut = None  # nobody may hold it until it is known what it is
                     self._cut = self._sink.open(layout)
-                    raise
+                    if self._cut != cut or not isinstance(error, Exception):
+                        raise
+                    log.warning("a commit has failed, and version %d is held all the same: %r", cut.version, error)
                 self._cut = self._last = cut
                 self._error = None
         finally:
@@ -512,13 +520,7 @@ class _Following:
                 self._changed.notify_all()
         self._fetched_bytes += sum(part.received_bytes for part in fetched)
         self._current = time.monotonic()
-        try:
-            self._tell(cut)
-        except Exception as error:
-            now = time.monotonic()
-            is_new = now > self._complained_of_callback + _COMPLAINT_SECONDS
-            self._complained_of_callback = now if is_new else self._complained_of_callback
-            log.error("on_cut has failed for version %d: %r", cut.version, error, exc_info=is_new)
+        self._tell(cut)
 
     def _fetch(self, cut: Cut, held: Cut | None, buffers: bytes) -> list[FetchedShard] | None:
         """Fetch from all shards, and buffers if others than these are held; ``None`` if one no longer has the cut."""

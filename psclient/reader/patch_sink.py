@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from psclient.errors import ConfigurationError
 from psclient.reader.cut import Cut
+from psclient.reader.directory_sink import DirectorySink
 from psclient.reader.sink import Sink, StagedCut, reader_dtype
 from pscore.model.layout import ModelLayout, TensorSpec
 from pscore.model.sparse_slice import SparseSlice
@@ -40,18 +43,37 @@ class PatchReceiver(Protocol):
         """Apply what is staged. If this raises, the model counts as poisoned until all of it has been sent again."""
 
     def abort(self) -> None:
-        """Drop what is staged."""
+        """Drop what is staged, if anything is."""
 
 
 class PatchSink(Sink):
-    """Hands patches to a receiver. What it holds cannot be read, so the digests of differences cannot be checked.
+    """Hands patches to a receiver. What that holds cannot be read, and a commit that fails half-way cannot be undone.
 
-    Their transfer is checked by its checksum, and whole models by their digest. ``dtype`` is that of :class:`Sink`.
+    With a directory the follower keeps a copy of the model there, one version with the receiver's: what is read is read
+    from it, and a receiver that does not hold its version (a new one, or one that is poisoned) gets all tensors from
+    it, checked by their digest. Without one, or if the files are damaged, the whole model comes from the server, and
+    differences are checked by their checksum alone.
+
+    Args:
+        receiver: of the patches.
+        dtype: in which it takes the run's fp32 parameters: float16 or bfloat16; ``None``: as the run has them.
+        directory: of the copy; made and written as a :class:`DirectorySink` does it, and for others to read too.
+
+    Raises:
+        ConfigurationError: the receiver has not all three methods, or the directory or ``dtype`` cannot be used.
     """
 
-    def __init__(self, receiver: PatchReceiver, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, receiver: PatchReceiver, dtype: torch.dtype | None = None, directory: str | Path | None = None
+    ) -> None:
+        if not all(hasattr(receiver, name) for name in ("stage", "commit", "abort")):
+            raise ConfigurationError(
+                f"what follows must have stage, commit and abort, or be a DirectorySink, not {type(receiver).__name__};"
+                " a module follows with psclient.follow(server, module)"
+            )
         self._receiver, self._dtype = receiver, reader_dtype(dtype)
-        self._held: Cut | None = None
+        self._copy = DirectorySink(directory, dtype) if directory is not None else None
+        self._held: Cut | None = None  # by the receiver
         self._cut: Cut | None = None
         self._fingerprint = b""
 
@@ -60,43 +82,77 @@ class PatchSink(Sink):
         return self._dtype
 
     def open(self, layout: ModelLayout) -> Cut | None:
-        """Return the cut that the receiver holds; ``None`` if a commit has failed."""
+        """Return the cut that the receiver holds; with a directory, see to it that it is that of the directory."""
         if layout.fingerprint != self._fingerprint:
             self._fingerprint, self._held = layout.fingerprint, None
-        return self._held
+        if self._copy is None:
+            return self._held
+        found, self.last = self._copy.open(layout), self._copy.last
+        if found is not None and found != self._held:
+            self._restore(self._copy, found)
+        return found
 
     def is_current(self) -> bool:
-        """Return true: a receiver keeps its model."""
-        return True
+        """Tell whether the directory is there; a receiver keeps its model."""
+        return self._copy is None or self._copy.is_current()
 
-    def read(self, entries: SparseSlice) -> None:
-        """Return nothing: what a receiver holds cannot be read."""
+    def read(self, entries: SparseSlice) -> SparseSlice | None:
+        """Return what the directory holds; nothing without one."""
+        return self._copy.read(entries) if self._copy is not None else None
 
     def buffers(self) -> bytes:
-        """Return nothing, so that they come with each version."""
-        return b""
+        """Return the directory's buffers; nothing without one, so that they come with each version."""
+        return self._copy.buffers() if self._copy is not None else b""
 
     def stage(self, staged: StagedCut) -> None:
         """Stage the patches of all tensors that change, buffers among them."""
+        if self._copy is not None:
+            self._copy.stage(staged)
         self._cut = staged.cut
         buffers = zip(staged.layout.buffers, staged.buffers or (), strict=False)
-        whole = [Patch(spec.name, spec.shape, spec.dtype, value, None) for spec, value in buffers]
-        self._receiver.stage([*patches_of(staged.layout, staged.changes), *whole])
+        self._receiver.stage([*patches_of(staged.layout, staged.changes), *(_whole(*each) for each in buffers)])
 
     def commit(self) -> None:
-        """Have them applied."""
-        cut, self._cut, self._held = self._cut, None, None  # a mixture, until it is done
+        """Commit the directory, and then have the patches applied: if that fails, the directory has what is needed."""
+        cut, self._cut = self._cut, None
         assert cut is not None
-        self._receiver.commit(cut)
-        self._held = cut
+        if self._copy is not None:
+            try:
+                self._copy.commit()
+            except BaseException:
+                self._receiver.abort()
+                raise
+        self._apply(cut)
 
     def abort(self) -> None:
         """Have them dropped."""
         self._cut = None
         self._receiver.abort()
+        if self._copy is not None:
+            self._copy.abort()
 
     def close(self) -> None:
-        """Do nothing: the receiver keeps its model."""
+        """Let another follower write to the directory; the receiver keeps its model."""
+        if self._copy is not None:
+            self._copy.close()
+
+    def _apply(self, cut: Cut) -> None:
+        self._held = None  # a mixture, until it is done
+        self._receiver.commit(cut)
+        self._held = cut
+
+    def _restore(self, copy: DirectorySink, cut: Cut) -> None:
+        """Hand the receiver all that the directory holds."""
+        try:
+            self._receiver.stage([_whole(*each) for each in copy.tensors()])
+        except BaseException:
+            self._receiver.abort()
+            raise
+        self._apply(cut)
+
+
+def _whole(spec: TensorSpec, value: torch.Tensor) -> Patch:
+    return Patch(spec.name, spec.shape, spec.dtype, value, None)
 
 
 def patches_of(layout: ModelLayout, changes: Sequence[SparseSlice]) -> Iterator[Patch]:
@@ -113,7 +169,7 @@ def patches_of(layout: ModelLayout, changes: Sequence[SparseSlice]) -> Iterator[
 def _patch(spec: TensorSpec, start: int, parts: Sequence[SparseSlice]) -> Patch:
     values = torch.cat([part.values for part in parts]).to(spec.dtype)
     if values.numel() == spec.numel:
-        return Patch(spec.name, spec.shape, spec.dtype, values.view(spec.shape), None)
+        return _whole(spec, values.view(spec.shape))
     indices = [
         torch.arange(part.span.length, dtype=torch.int64, device="cpu") if part.offsets is None else part.offsets
         for part in parts

@@ -57,7 +57,8 @@ class Sink(ABC):
     def open(self, layout: ModelLayout) -> Cut | None:
         """Get ready for a model, and return the cut that is held; ``None`` if none is, or perhaps a mixture.
 
-        It is called first, after failures, if the layout changes, and if :meth:`is_current` is false. Raises
+        It is called first, after failures, if the layout changes, and if :meth:`is_current` is false. A sink that can
+        mend a mixture does it here: nobody is inside of ``hold()`` after a commit has failed. Raises
         :class:`~psclient.errors.ConfigurationError` if the model does not fit.
         """
 

@@ -56,3 +56,26 @@ def loaded(path):
         with safe_open(Path(path) / file, "pt") as opened:
             found[name] = opened.get_tensor(name)
     return index["metadata"]["sparseps"], found
+
+
+class SleepyEngine:
+    """Takes patches; fails in the middle of some commits, counted from 1, and cannot undo them."""
+
+    def __init__(self, fails_at=()):
+        self.tensors, self.staged, self.commits, self.fails_at = {}, [], 0, set(fails_at)
+
+    def stage(self, patches):
+        self.staged = patches
+
+    def commit(self, cut):
+        self.commits += 1
+        for number, patch in enumerate(self.staged):
+            if number == 1 and self.commits in self.fails_at:
+                raise RuntimeError("asleep")
+            if patch.indices is None:
+                self.tensors[patch.name] = patch.values.clone()
+            else:
+                self.tensors[patch.name].view(-1)[patch.indices] = patch.values
+
+    def abort(self):
+        self.staged = []

@@ -15,7 +15,15 @@ import torch
 import psclient
 from psclient import DirectorySink, Follower, LocalServer, errors
 from psclient.settings import ClientSettings
-from tests.system.following.following_tools import READING, SECONDS, loaded, parameters_of, same, training
+from tests.system.following.following_tools import (
+    READING,
+    SECONDS,
+    SleepyEngine,
+    loaded,
+    parameters_of,
+    same,
+    training,
+)
 from tests.system.line import Line
 from tests.system.scripts import marked
 from tests.system.tools import QUICK, make_model, wait_until
@@ -318,6 +326,7 @@ MISTAKES = {
     "a state dict": (lambda: psclient.follow("localhost:1", make_model().state_dict()), "pass the module itself"),
     "a module as sink": (lambda: Follower("localhost:1", make_model()), r"psclient\.follow"),
     "no function": (lambda: psclient.follow("localhost:1", make_model(), on_cut=3), "on_cut="),
+    "a module in a PatchSink": (lambda: psclient.PatchSink(make_model()), "must have stage, commit and abort"),
     "no name": (lambda: DirectorySink(""), "the name is empty"),
     "a file": (lambda: DirectorySink(__file__), "cannot follow with the directory"),
 }
@@ -348,29 +357,6 @@ def test_an_error_in_a_callback_stops_nothing(caplog):
             for _ in range(3):
                 follower.wait_for(run.steps(), SECONDS)
     assert caplog.text.count("Traceback") == 1
-
-
-class SleepyEngine:
-    """Takes patches; fails in the middle of some commits, and cannot undo them."""
-
-    def __init__(self):
-        self.tensors, self.staged, self.commits, self.fails_at = {}, [], 0, set()
-
-    def stage(self, patches):
-        self.staged = patches
-
-    def commit(self, cut):
-        self.commits += 1
-        for number, patch in enumerate(self.staged):
-            if number == 1 and self.commits in self.fails_at:
-                raise RuntimeError("asleep")
-            if patch.indices is None:
-                self.tensors[patch.name] = patch.values.clone()
-            else:
-                self.tensors[patch.name].view(-1)[patch.indices] = patch.values
-
-    def abort(self):
-        self.staged = []
 
 
 def test_an_engine_that_fails_in_a_commit_is_not_ready_until_it_has_everything_again():
