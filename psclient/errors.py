@@ -115,6 +115,18 @@ class HandshakeError(ServerUnreachableError):
     _text = "{address} cannot be spoken to for {seconds:.0f} s: {why}; {hint}"
 
 
+class WrongShardError(ServerUnreachableError):
+    """The server at an address is another shard than it was taken for, or one of a run with another number of shards.
+
+    Shards that change places are found again; a run that was started again with another number of shards is not.
+    """
+
+    _text = (
+        "{address} has been the wrong server for {seconds:.0f} s: {why}; name every shard's address once, in order. "
+        "{hint}"
+    )
+
+
 class HeldBackError(PatienceError, TimeoutError):
     """Slower workers have held this one back for longer than its patience: a bound on leads, or a synchronous round.
 
@@ -363,7 +375,9 @@ def out_of_patience(address: str, seconds: float, last: Transient, hint: str) ->
     """Return the error of an undertaking whose last attempt, after ``seconds`` in all, has failed like this."""
     if last.advice:
         return HandshakeError(address, seconds, str(last), last.advice)
-    kind = HeldBackError if last.reason in _HELD_BACK else ServerUnreachableError
+    kind: type[PatienceError] = HeldBackError if last.reason in _HELD_BACK else ServerUnreachableError
+    if last.reason is ErrorCode.SHARD_MISMATCH:
+        kind = WrongShardError
     return kind(address, seconds, str(last), hint)
 
 

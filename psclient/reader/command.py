@@ -35,11 +35,13 @@ def run(addresses: str, out: str, command: str, *, dtype: str, once: bool, secon
     words = shlex.split(command)
     if command and (not words or shutil.which(words[0]) is None):
         raise ConfigurationError(f"--exec: there is no program {shown(words[0] if words else command)}")
-    stop, made, began, statuses = threading.Event(), threading.Event(), time.monotonic(), [0]
+    stop, made, told = threading.Event(), threading.Event(), threading.Event()
+    began, statuses = time.monotonic(), [0]
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
 
     def tell(cut: Cut) -> None:
+        told.set()
         print(f"version {cut.version} of run {escaped(cut.run_id)}, digest {cut.digest}, in {out}", flush=True)
         if words:
             statuses[0] = _execute(words, out, cut)
@@ -52,11 +54,12 @@ def run(addresses: str, out: str, command: str, *, dtype: str, once: bool, secon
     made.set()
     with follower:
         while not stop.wait(_POLL_SECONDS) and not follower.finished and not follower.is_over:
-            if once and not follower.ready and time.monotonic() > began + seconds:
+            if once and not told.is_set() and time.monotonic() > began + seconds:
                 break
-    if follower.cut is None:
+    if follower.cut is None or (once and not told.is_set()):
         if not follower.is_over or follower.error is None:  # else the log has said it
-            print(f"psclient: there is no version after {time.monotonic() - began:.0f} s", file=sys.stderr)
+            what = "version" if follower.cut is None else "other version"
+            print(f"psclient: there is no {what} after {time.monotonic() - began:.0f} s", file=sys.stderr)
         if follower.error is not None:
             print(f"psclient: {escaped(str(follower.error))}", file=sys.stderr)
         return 0 if stop.is_set() else 1

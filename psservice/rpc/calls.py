@@ -189,7 +189,7 @@ def require_place(settings: ServerSettings, meant: str) -> None:
     mine = place_of(settings.shard_index, settings.num_shards)
     if meant != mine:
         raise Rejected(
-            ErrorCode.SHARD_MISMATCH, f"the worker takes this server for shard {meant[:32]}; it is shard {mine}"
+            ErrorCode.SHARD_MISMATCH, f"the caller takes this server for shard {meant[:32]}; it is shard {mine}"
         )
 
 

@@ -35,6 +35,7 @@ def server():
         (errors.ModelChangedError, RuntimeError),
         (errors.ServerUnreachableError, ConnectionError),
         (errors.HandshakeError, ConnectionError),
+        (errors.WrongShardError, errors.ServerUnreachableError),
         (errors.HeldBackError, TimeoutError),
         (errors.EpochHeldUpError, TimeoutError),
         (errors.ServerNotReadyError, RuntimeError),

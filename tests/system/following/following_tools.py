@@ -32,7 +32,7 @@ class Training:
         self.optimizer = psclient.ASGD(
             self.model.parameters(), **{"lr": 0.05, "model": self.model, "server": server, "settings": QUICK, **options}
         )
-        self.versions = {0: parameters_of(self.model)}
+        self.versions = {self.optimizer.version: parameters_of(self.model)}
 
     def steps(self, count=1):
         for _ in range(count):

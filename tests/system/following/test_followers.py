@@ -600,10 +600,11 @@ def test_the_command_keeps_a_directory_and_runs_another_after_each_version(tmp_p
 def test_once_ends_when_a_version_is_there_and_fails_if_none_comes(tmp_path):
     with LocalServer() as server, training(server) as run:
         run.steps(3)
-        process = follow_command(server, tmp_path / "m", "--once")
-        output, _ = process.communicate(timeout=SECONDS)
-        assert process.returncode == 0, output
-        assert loaded(tmp_path / "m")[0]["version"] == 3
+        for _ in range(2):  # the first fetches it, the second finds it
+            process = follow_command(server, tmp_path / "m", "--once")
+            output, _ = process.communicate(timeout=SECONDS)
+            assert process.returncode == 0, output
+            assert loaded(tmp_path / "m")[0]["version"] == 3
         process = follow_command(server, tmp_path / "f", "--once", "--exec", f"{sys.executable} -c 'exit(3)'")
         output, _ = process.communicate(timeout=SECONDS)
         assert process.returncode == 1
