@@ -33,6 +33,11 @@ class Changes(NamedTuple):
     offsets: Offsets
     distances: NDArray[np.uint16]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are occupied."""
+        return self.offsets.nbytes + self.distances.nbytes
+
 
 @dataclass(frozen=True, slots=True)
 class CutView:
@@ -57,22 +62,32 @@ class CutView:
         if version == self.values.version and names_values:
             return Changes(np.empty(0, np.int64), np.empty(0, np.uint16))
         had = find(version) if names_values else None
-        tracked = self.tracks.since(version, self.values.version, self.stamps) if had is None and names_values else None
-        if tracked is not None:
-            changes = Changes(*tracked)
-        else:
-            is_known = names_values or version > self.stamps.began
-            offsets = self.stamps.since(version) if is_known else None
-            if offsets is None:
-                offsets = self._logged_since(version)
-            if offsets is None:
+        most = ALMOST_ALL * model.span.length
+
+        def has_room(count: int) -> bool:
+            if count >= most:
+                return False
+            reserve(SPARSE_ENTRY_BYTES * count)
+            return True
+
+        if had is None and names_values and version in self.tracks.versions:
+            tracked = self.tracks.since(version, self.values.version, self.stamps, has_room)
+            return None if tracked is None else Changes(*tracked)
+        is_known = names_values or version > self.stamps.began
+        if is_known and (count := self.stamps.count_since(version)) is not None:
+            if not has_room(count):
                 return None
-            changes = Changes(offsets, self.stamps.distances(version, offsets))
-        size = model.span.length
-        if changes.offsets.size >= ALMOST_ALL * size:
+            offsets = self.stamps.since(version)
+        else:
+            offsets = self._logged_since(version)
+            if offsets is not None and not has_room(offsets.size):
+                return None
+        if offsets is None:
             return None
-        reserve(SPARSE_ENTRY_BYTES * changes.offsets.size)
-        return changes if had is None else self._different(changes.offsets, had)
+        return self._different(offsets, had) if had is not None else self._bounded(version, offsets)
+
+    def _bounded(self, version: int, offsets: Offsets) -> Changes:
+        return Changes(offsets, self.stamps.distances(version, offsets))
 
     def distances(self, version: int, part: Span) -> NDArray[np.uint16]:
         """Bound how far every element of a part of the shard is from where it was at a version, at this cut."""

@@ -10,7 +10,6 @@ import itertools
 import logging
 import threading
 import time
-from collections import Counter
 from typing import NamedTuple, Protocol
 
 from pscore.model.modelfile import StateDict
@@ -28,6 +27,7 @@ _KEPT = 3  # cuts: the two newest whole ones, and the one that is being made
 _IDLE_SECONDS = 60.0  # without a question, after which no cut is made
 _FORGET_SECONDS = 3600.0  # without a question, after which nothing is kept; a reader that is back sooner lacks little
 _IDLE_PAUSE_SECONDS = 0.5
+_TYPE_SECONDS = 600.0  # without a question of a type's readers, or of those at a version, after which they are gone
 _MOST_VERSIONS = 1024  # of readers, of whom some have gone without a word
 _ALL_SHARDS_SECONDS = 10.0  # for the other shards to take part in a cut
 _AGAIN_SECONDS = 5.0  # after which a cut over several shards is tried although shard 0 has not moved
@@ -86,6 +86,13 @@ class Cut(NamedTuple):
         return next(iter(self.shards.values()))
 
 
+class _At(NamedTuple):
+    """Readers at a version: how many, and when the last one came there."""
+
+    readers: int
+    since: float
+
+
 _NO_READERS = Wanted(0, ())
 
 
@@ -136,8 +143,8 @@ class Cuts:
         self._clock = shard.environment.monotonic
         self._shadow: Shadow | None = None
         self._kept: list[ShardCut] = []  # the oldest first
-        self._types: tuple[ReaderType, ...] = ()  # that readers have asked for
-        self._readers_at = Counter[int]()  # by the version that they have been sent
+        self._types: dict[ReaderType, float] = {}  # that readers have asked for, and when they did last
+        self._readers_at: dict[int, _At] = {}  # by the version that they have been sent
         self._told: dict[int, Part] = {}  # by the index of the shard, of the wanted cut
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -163,15 +170,25 @@ class Cuts:
         return None if model is None or model.layout.viewed_in(dtype) is model.layout else dtype
 
     def ask(self, dtype: ReaderType = None) -> Cut | None:
-        """Return the newest cut, and have newer ones made for a while, for readers of a data type too; on shard 0."""
-        dtype = self.type_of(dtype)
+        """Return the newest cut, and have newer ones made for a while, for readers of a data type too; on shard 0.
+
+        Raises :class:`Rejected` (``BUSY``) if there is no room for readers of this type.
+        """
+        dtype, model = self.type_of(dtype), self._shard.model
+        if (
+            dtype not in self._types
+            and model is not None
+            and not self._shard.has_room_for_cuts(_view_bytes(model, dtype))
+        ):
+            raise Rejected(ErrorCode.BUSY, "there is no room for readers of this type within --memory-bytes")
         with self._lock:
-            self._asked_at = self._clock()
-            if dtype not in self._types:
-                self._types = (*self._types, dtype)
-            if self._thread is None and not self._stopping.is_set():
-                self._thread = self._shard.environment.start(self._work, "cuts")
+            self._asked_at = self._types[dtype] = self._clock()
+            self._begin_work()
         return self.newest
+
+    def _begin_work(self) -> None:
+        if self._thread is None and not self._stopping.is_set():
+            self._thread = self._shard.environment.start(self._work, "cuts")
 
     def find(self, version: ShardVersion, dtype: ReaderType = None, buffers_digest: bytes = b"") -> ShardCut:
         """Return this shard's part of a cut, with buffers of a digest if one is given.
@@ -213,9 +230,11 @@ class Cuts:
             if not shard.has_room_for_cuts(model.theta.nbytes):
                 raise Rejected(ErrorCode.BUSY, "there is no room for readers within --memory-bytes")
             self._shadow = shadow = Shadow(model, shard.apply_thread)
-        elif not shard.has_room_for_cuts(0):
-            with self._lock:  # what is overwritten is kept for cuts
+        elif shadow.is_read and not shard.has_room_for_cuts(model.theta.nbytes):  # that may be overwritten
+            with self._lock:
                 self._kept, self.newest = [], None
+            if shadow.is_read:
+                raise Rejected(ErrorCode.BUSY, "slow readers keep what is there within --memory-bytes")
         try:
             shadow.advance(wanted.types)
         except Rejected:
@@ -235,22 +254,25 @@ class Cuts:
         self._track(shadow, dropped)
 
     def _track(self, shadow: Shadow, dropped: list[ShardCut]) -> None:
-        """Have a track of each dropped cut that a reader still has, and none of others."""
+        """Have a track of each dropped cut that a reader still has, and none of others, as far as there is room."""
         with self._lock:
+            oldest = self._clock() - _TYPE_SECONDS
+            self._readers_at = {version: at for version, at in self._readers_at.items() if at.since > oldest}
             held = [*self._readers_at]
-        shadow.keep_tracks(held)
+        room = self._shard.has_room_for_cuts(shadow.track_bytes)
+        shadow.keep_tracks(held if room else [])
         for cut in dropped:
-            if cut.version in held and shadow.model.versions_name_values:
+            if room and cut.version in held and shadow.model.versions_name_values:
                 shadow.track(cut.version, cut.values)
 
     def sent(self, cut: ShardCut, before: int | None) -> None:
         """Note that a reader, which has had a version, has been sent a cut."""
         with self._lock:
-            at = self._readers_at
-            at[cut.version] += 1
-            if before is not None and before != cut.version:
-                at[before] -= 1
-                if at[before] <= 0:
+            at, now = self._readers_at, self._clock()
+            at[cut.version] = _At(at[cut.version].readers + 1 if cut.version in at else 1, now)
+            if before in at and before != cut.version:
+                at[before] = at[before]._replace(readers=at[before].readers - 1)
+                if at[before].readers <= 0:
                     del at[before]
             while len(at) > _MOST_VERSIONS:
                 del at[min(at)]
@@ -277,7 +299,9 @@ class Cuts:
         self._begun_at = now
         self._buffers_at = self._shard.buffer_contributions()  # before they are read
         with self._lock:
-            self.wanted = wanted = Wanted(next(self._numbers), self._types or (None,))
+            oldest = now - _TYPE_SECONDS
+            self._types = {dtype: asked for dtype, asked in self._types.items() if asked > oldest}
+            self.wanted = wanted = Wanted(next(self._numbers), tuple(self._types) or (None,))
             self._told = {}
         if self._num_shards > 1:
             self._shard.tell_shards()
@@ -363,7 +387,7 @@ class Cuts:
             self._free()
 
     def _free(self) -> None:
-        self._kept, self.newest, self.wanted, self._types, self._shadow = [], None, _NO_READERS, (), None
+        self._kept, self.newest, self.wanted, self._types, self._shadow = [], None, _NO_READERS, {}, None
         self._readers_at.clear()
 
     def close(self) -> None:
@@ -372,6 +396,11 @@ class Cuts:
         thread = self._thread
         if thread is not None:
             thread.join()
+
+
+def _view_bytes(model: ModelShard, dtype: ReaderType) -> int:
+    """Return what readers of a type take beside the values: a stamp an element, and with 16 bits a window."""
+    return model.span.length * (1 if dtype is None else 2)
 
 
 def _part_of(cut: ShardCut) -> Part:

@@ -45,6 +45,16 @@ class Shadow:
         """Bytes that are occupied, with what is kept for cuts."""
         return self._theta.nbytes + self._copies.nbytes + sum(view.nbytes for view in [*self.views.values()])
 
+    @property
+    def is_read(self) -> bool:
+        """Whether somebody has values of it, for whom what is overwritten is kept."""
+        return self._copies.is_open
+
+    @property
+    def track_bytes(self) -> int:
+        """Bytes of a track of a version, in each view that has some."""
+        return self.model.span.length * sum(view.has_words for view in self.views.values())
+
     def values(self) -> ModelValues:
         """Return the values at this version, which stay as they are as long as somebody has them."""
         return ModelValues.opened(self.model, 0, self.version, self._copies.open(self._theta))
@@ -58,9 +68,8 @@ class Shadow:
                 self._copy()
             else:
                 self._go_to(found[1], *found[2])
-        for dtype in types:
-            if dtype not in self.views:
-                self.views[dtype] = self._view(dtype)
+        kept = {dtype: view for dtype, view in self.views.items() if dtype in types}
+        self.views = kept | {dtype: self._view(dtype) for dtype in types if dtype not in kept}
 
     def track(self, version: int, values: ModelValues) -> None:
         """Have tracks of an older version, whose values these are, for readers of 16 bits."""

@@ -104,7 +104,8 @@ class ShardCut:
         self, held: Sequence[Held], form: ReaderForm, chunk_bytes: int, reserve: Reserve, find: Find
     ) -> SharedReply:
         view = self.views[form.dtype]
-        lacking = [(*each, view.since(each.version, reserve, find)) for each in held]
+        found = {version: view.since(version, reserve, find) for version in {each.version for each in held}}
+        lacking = [(*each, found[each.version]) for each in held]
         if all(changes is not None for _, _, changes in lacking):
             sent = [piece for each in lacking for piece in _pieces(view, *each, form)]
             entries = sum(each.entries.entries if isinstance(each, Residues) else each.entries for each in sent)
@@ -115,8 +116,9 @@ class ShardCut:
             for each in lacking:
                 yield from _pieces(view, *each, form)
 
-        dense = DenseMessages(read, form.wire, chunk_bytes)
-        return SharedReply(0, self.version, self.model.span.length, True, 0, dense)
+        nbytes = sum(changes.nbytes for changes in found.values() if changes is not None)
+        dense = DenseMessages(read, form.wire, chunk_bytes, nbytes)
+        return SharedReply(0, self.version, self.model.span.length, True, nbytes, dense)
 
 
 def _segments(values: ModelValues, part: Span, changes: Changes | None) -> Iterator[SparseSlice]:

@@ -59,7 +59,8 @@ class Stamps:
     def end(self, version: int) -> None:
         """Say which version has changed what was noted."""
         epochs, versions, numbers = self._state
-        self._state = epochs, [*versions, version], [*numbers, self._epoch]
+        if numbers[-1] != self._epoch:  # else the version before has the same values
+            self._state = epochs, [*versions, version], [*numbers, self._epoch]
         self._begins = True
 
     def since(self, version: int) -> Offsets | None:
@@ -67,11 +68,23 @@ class Stamps:
 
         Some that have not may be among them.
         """
+        later = self._later(version)
+        return None if later is None else np.flatnonzero(later)
+
+    def count_since(self, version: int) -> int | None:
+        """Return how many elements :meth:`since` returns."""
+        later = self._later(version)
+        return None if later is None else int(np.count_nonzero(later))
+
+    def _later(self, version: int) -> NDArray[np.bool_] | None:
         epochs, versions, numbers = self._state
         place = bisect_left(versions, version)
         if place == len(versions) or versions[place] != version:
             place -= 1
-        return None if place < 0 else np.flatnonzero(epochs > numbers[place])
+        if place < 0:
+            return None
+        later: NDArray[np.bool_] = epochs > numbers[place]
+        return later
 
     def distances(self, version: int, offsets: Offsets) -> NDArray[np.uint16]:
         """Bound how many places elements are away from where they were at a version, and at any one since."""

@@ -69,10 +69,13 @@ class Tracks:
             else:
                 stamp_loops.shift.on(offsets.size)(track, offsets, steps)
 
-    def since(self, version: int, until: int, stamps: Stamps) -> tuple[Offsets, NDArray[np.uint16]] | None:
-        """Return the elements that differ between two versions, or may, and bounds of how far; ``None`` if not tracked.
+    def since(
+        self, version: int, until: int, stamps: Stamps, has_room: Callable[[int], bool] = lambda count: True
+    ) -> tuple[Offsets, NDArray[np.uint16]] | None:
+        """Return the elements that differ between two versions, or may, and bounds of how far.
 
-        The first is a reader's, the other that of a cut that is kept.
+        The first is a reader's, the other that of a cut that is kept. ``None`` if the first is not tracked, or for so
+        many elements there is no room.
         """
         track = self._steps.get(version)
         if track is None:
@@ -82,6 +85,8 @@ class Tracks:
         assert late is not None
         differs = steps != 0
         differs[late] = True
+        if not has_room(int(np.count_nonzero(differs))):
+            return None
         offsets = np.flatnonzero(differs)
         there = steps[offsets]
         distances = np.where(there == LOST, UNKNOWN, np.abs(there)).astype(np.uint16)

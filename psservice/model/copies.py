@@ -58,6 +58,17 @@ class _Kept:
     def nbytes(self) -> int:
         return self.kept_bytes + (0 if (marks := self.marks) is None else marks.nbytes)
 
+    def add(self, entries: list[tuple[torch.Tensor, torch.Tensor]], rest: tuple[int, torch.Tensor] | None) -> None:
+        """Keep more; readers that are under way see all of it, or none.
+
+        What is there counts before the new rest, and so do the new entries.
+        """
+        self.entries = [*self.entries, *entries]
+        self.kept_bytes += sum(each.nbytes for pair in entries for each in pair)
+        if rest is not None and self.rest is None:
+            self.rest = rest
+            self.kept_bytes += rest[1].nbytes
+
     def write_into(self, values: torch.Tensor, start: int) -> None:
         """Overwrite what was read from a tensor from ``start`` on with what is kept of that."""
         end = start + values.numel()
@@ -97,6 +108,28 @@ class _Watched:
 
     def keep_new(self, kept: _Kept, offsets: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Mark elements, and return the offsets from ``first`` on that had no mark, and the values there."""
+        new = self._mark(kept, offsets, first)
+        return new, values_at(self.flat, new)
+
+    def merge(self) -> None:
+        """Let each inner part of what is kept that no copy begins at be one with the part before it."""
+        for place in range(len(self.kept) - 2, 0, -1):
+            before, kept = self.kept[place - 1], self.kept[place]
+            if kept.readers:
+                continue
+            if before.rest is None:  # else that has every element which copies before still read
+                if before.marks is None:
+                    for offsets, _ in before.entries:
+                        self._mark(before, offsets, 0)
+                lacking = []
+                for offsets, values in kept.entries:
+                    new = self._mark(before, offsets, 0)
+                    lacking.append((new, values[torch.searchsorted(offsets, new)]))
+                before.add([pair for pair in lacking if pair[0].numel()], kept.rest)
+            del self.kept[place]
+
+    def _mark(self, kept: _Kept, offsets: torch.Tensor, first: int) -> torch.Tensor:
+        """Mark elements, and return the offsets from ``first`` on that had no mark."""
         size = self.flat.numel()
         if not self.flat.is_cpu:
             if kept.marks is None:
@@ -104,13 +137,12 @@ class _Watched:
             assert isinstance(kept.marks, torch.Tensor)
             new = offsets[~kept.marks[offsets] & (offsets >= first)]
             kept.marks[new] = True
-            return new.to(offset_dtype(size)), values_at(self.flat, new)
+            return new.to(offset_dtype(size))
         if kept.marks is None:
             kept.marks = np.zeros(-(-size // 64), np.uint64)
         found = torch.empty(offsets.numel(), dtype=offset_dtype(size), device="cpu")
         loop = union_loops.mark_new.on(offsets.numel())
-        found = found[: loop(kept.marks, offsets.long().numpy(), first, found.numpy())].clone()
-        return found, values_at(self.flat, found)
+        return found[: loop(kept.marks, offsets.long().numpy(), first, found.numpy())].clone()
 
 
 def values_at(flat: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -141,6 +173,11 @@ class CopyOnWrite:
         with self._lock:
             return self.nbytes + sum([watched.tensor.nbytes for watched in [*self._watched.values()]])
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a copy is open."""
+        return bool(self._watched)
+
     def overwrites(self, tensor: torch.Tensor, offsets: torch.Tensor | None) -> None:
         """Keep what open copies need of a tensor before elements change: those at ``offsets``, ascending, or all."""
         if not self._watched or (watched := self._watched.get(id(tensor))) is None:
@@ -154,15 +191,13 @@ class CopyOnWrite:
         if offsets is None:
             rest = first, watched.flat[first:].clone()
             with self._lock:
-                kept.rest = rest
-                kept.kept_bytes += rest[1].nbytes
+                kept.add([], rest)
         else:
             entries = watched.keep_new(kept, offsets, first)
             if not entries[0].numel():
                 return
             with self._lock:
-                kept.entries.append(entries)
-                kept.kept_bytes += sum(each.nbytes for each in entries)
+                kept.add([entries], None)
 
     def open(self, tensor: torch.Tensor) -> TensorCopy:
         """Open a copy of a tensor as it is."""
@@ -174,6 +209,7 @@ class CopyOnWrite:
                 for sealed in watched.kept[-1:]:
                     sealed.marks = None  # nothing is added to it any more
                 watched.kept.append(_Kept())
+                watched.merge()
             copy = _OpenCopy(self, watched, watched.kept[-1])
             copy.kept.readers += 1
             watched.copies.add(copy)
@@ -199,6 +235,7 @@ class CopyOnWrite:
             copy.kept.readers -= 1
             while watched.kept and not watched.kept[0].readers:
                 watched.kept.pop(0)
+            watched.merge()
             if not watched.copies:
                 with suppress(KeyError):
                     del self._watched[id(watched.tensor)]

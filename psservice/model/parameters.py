@@ -270,9 +270,10 @@ def rounded_slices(layout: ModelLayout, whole: SparseSlice) -> list[SparseSlice]
         piece = whole.clip(run)
         if piece is not None:
             rounded = piece.values.to(dtype)
-            if dtype == torch.float16 and not bool(rounded.isfinite().all()):
+            if dtype != torch.float32 and not bool(rounded.isfinite().all()):
+                name = str(dtype).removeprefix("torch.")
                 raise Rejected(
-                    ErrorCode.NON_FINITE, f"parameters in [{run.start}, {run.end}) have left the range of float16"
+                    ErrorCode.NON_FINITE, f"parameters in [{run.start}, {run.end}) have left the range of {name}"
                 )
             pieces.append(SparseSlice(piece.span, piece.offsets, rounded))
     return pieces

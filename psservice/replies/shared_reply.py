@@ -54,16 +54,21 @@ class Messages(Protocol):
 
 
 class DenseMessages:
-    """Messages of all values, which each reader reads anew, as it sends them: nothing is kept."""
+    """Messages of all values, which each reader reads anew, as it sends them: no message is kept.
 
-    def __init__(self, segments: Callable[[], Iterator[Segment]], form: WireForm, chunk_bytes: int) -> None:
-        self._segments, self._form, self._chunk_bytes = segments, form, chunk_bytes
+    ``nbytes`` are kept to read them.
+    """
+
+    def __init__(
+        self, segments: Callable[[], Iterator[Segment]], form: WireForm, chunk_bytes: int, nbytes: int = 0
+    ) -> None:
+        self._segments, self._form, self._chunk_bytes, self._nbytes = segments, form, chunk_bytes, nbytes
         self.failed = False
 
     @property
     def nbytes(self) -> int:
-        """Nothing."""
-        return 0
+        """Bytes that are kept."""
+        return self._nbytes
 
     def __iter__(self) -> Iterator[bytes]:
         try:

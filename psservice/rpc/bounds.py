@@ -84,7 +84,7 @@ _MOST_SETTINGS = 256
 _LONGEST_SETTING = 512 << 10  # the positions of all tensors, in groups of an optimizer
 _MOST_CODECS = 64
 _MOST_SHARDS = 4096
-_MOST_HELD = 16  # parts of a shard
+_MOST_HELD = 2  # parts of a shard: the beginning that came of a transfer, and the rest
 _MOST_FIELDS = 8192  # of one message
 _MOST_INNER_FIELDS = MOST_TENSORS + 1  # of one in it: a layout has its tensors and a fingerprint
 

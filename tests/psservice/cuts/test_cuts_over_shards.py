@@ -1,9 +1,10 @@
 """Cuts over all shards: which are named, kept, and forgotten."""
 
+import pytest
 import torch
 
 from pscore.wire.errors import ErrorCode
-from psservice.cuts.cuts import ShardVersion
+from psservice.cuts.cuts import Cuts, ShardVersion
 from psservice.shard.following import follow, news_of
 from tests.psservice.service_makers import F32, layout_of
 from tests.psservice.shard_makers import Clock, push, reason_of, serving, serving_shards
@@ -11,6 +12,12 @@ from tests.system.tools import wait_until
 
 LAYOUT = layout_of((9000, F32), (11, F32))
 VALUES = torch.arange(LAYOUT.size, dtype=torch.float32)
+
+
+@pytest.fixture
+def no_thread(monkeypatch):
+    """Have a test make its cuts itself, although readers ask."""
+    monkeypatch.setattr(Cuts, "_begin_work", lambda cuts: None)
 
 
 def make(shard):
@@ -179,3 +186,62 @@ def wait_for_cut(shard, version):
     """The newest cut once it is of a version, for readers of bfloat16; the thread of cuts makes it."""
     wait_until(lambda: shard.cuts.newest is not None and shard.cuts.newest.version == version)
     return shard.cuts.newest
+
+
+def test_a_type_that_nobody_asks_for_any_more_is_dropped(no_thread):
+    with serving(LAYOUT, VALUES, cut_seconds=1e-9) as shard:
+        clock = shard.cuts._clock = Clock()
+        for dtype in (None, torch.bfloat16, torch.float16):
+            shard.cuts.ask(dtype)
+        assert {*make(shard).shards} == {None, torch.bfloat16, torch.float16}
+        clock.now = 500.0
+        shard.cuts.ask(torch.bfloat16)
+        clock.now = 700.0
+        shard.cuts.ask(None)
+        push(shard, 1, {1: 1.0})
+        before = shard.cuts.nbytes
+        assert {*make(shard).shards} == {None, torch.bfloat16}
+        assert shard.cuts.nbytes < before
+
+
+def test_readers_of_a_type_for_which_there_is_no_room_are_refused_alone(no_thread):
+    with serving(LAYOUT, VALUES, cut_seconds=1e-9) as shard:
+        shard.cuts.ask(None)
+        make(shard)
+        shard.has_room_for_cuts = lambda nbytes: nbytes < 2 * LAYOUT.size
+        assert reason_of(shard.cuts.ask, torch.bfloat16) is ErrorCode.BUSY
+        assert shard.cuts.ask(None) is shard.cuts.newest
+        push(shard, 1, {1: 1.0})
+        assert versions(make(shard)) == [1]
+
+
+def test_without_room_cuts_stand_still_while_a_slow_reader_has_the_values():
+    with serving(LAYOUT, VALUES, cut_seconds=1e-9) as shard:
+        cut = make(shard)
+        slow = shard.cuts.find(cut.shards[None][0]).values
+        shard.has_room_for_cuts = lambda nbytes: not nbytes
+        push(shard, 1, {1: 1.0})
+        assert make(shard) is None
+        assert "slow readers" in shard.cuts.trouble
+        assert torch.equal(slow.read(LAYOUT.span(0)), VALUES[:9000])
+        del slow
+        assert versions(make(shard)) == [1]
+
+
+def test_a_reader_that_has_not_been_heard_of_for_long_has_no_track(no_thread):
+    with serving(LAYOUT, VALUES, cut_seconds=1e-9) as shard:
+        clock = shard.cuts._clock = Clock()
+        shard.cuts.ask(torch.bfloat16)
+        make(shard)
+        shard.cuts.sent(shard.cuts._kept[-1], None)
+        for step in range(1, 6):
+            clock.now += 1
+            push(shard, step, {step: 1.0})
+            make(shard)
+        view = shard.cuts._shadow.views[torch.bfloat16]
+        assert view.tracks.versions == (0,)
+        clock.now = 601.0
+        shard.cuts.ask(torch.bfloat16)
+        push(shard, 6, {1: 1.0})
+        make(shard)
+        assert view.tracks.versions == ()

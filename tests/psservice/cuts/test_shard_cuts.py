@@ -300,3 +300,18 @@ def test_parts_that_do_not_cover_the_shard_are_refused(name):
     held = [Held(Span(start, end), version) for start, end, version in BAD_PARTS[name]]
     assert LAYOUT.size == 948
     assert reason_of(cut.reply, held, FORM, 64, lambda nbytes: None) is ErrorCode.BAD_REQUEST
+
+
+def test_what_a_dense_reply_keeps_to_be_read_is_counted():
+    model = model_of("subtract")
+    shadow = Shadow(model, Here())
+    cut_of(shadow, 0)
+    push(model, 0.5, random.Random(0), {})
+    cut, _ = cut_of(shadow, 1)
+    middle, end = model.span.length // 2, model.span.end
+    counted = []
+    reply = cut.reply([Held(Span(0, middle), 0), Held(Span(middle, end), None)], FORM, 1 << 16, counted.append)
+    assert reply.is_dense
+    assert reply.nbytes == reply.messages.nbytes
+    assert reply.nbytes > 0
+    assert sum(counted) > reply.nbytes

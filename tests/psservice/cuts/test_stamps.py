@@ -100,3 +100,15 @@ def test_a_window_covers_all_places_since_the_version(steps):
         place += step
         been.append(place)
     assert stamps.distances(0, np.array([0])) == max(been) - min(been)
+
+
+def test_versions_that_change_nothing_are_not_kept():
+    stamps = Stamps(10, 0, has_windows=False)
+    for version in range(1, 1000):
+        if version % 100 == 0:
+            stamps.note(np.array([version // 100]), None)
+        stamps.end(version)
+    assert len(stamps._state[1]) == 10
+    assert [*stamps.since(850)] == [9]
+    assert stamps.since(999).size == 0
+    assert stamps.count_since(250) == 7

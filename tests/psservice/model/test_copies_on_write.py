@@ -153,3 +153,27 @@ def test_copies_that_nothing_changed_between_share_what_is_kept():
     assert owner.nbytes == 4000
     tensor += 1
     assert all(not copy.read(0, 1000).any() for copy in opened)
+
+
+@given(st.lists(st.tuples(st.sampled_from(("sparse", "dense", "open", "close")), st.integers(0, 2**16)), max_size=40))
+@settings(deadline=None)
+def test_copies_that_come_and_go_are_the_tensor_as_it_was_and_keep_no_more_than_one_each(events):
+    size = 5000  # more than are copied at once
+    tensor, owner, opened = torch.randn(size), CopyOnWrite(), []
+    for event, seed in events:
+        if event == "open":
+            opened.append((owner.open(tensor), tensor.clone()))
+        elif event == "close" and opened:
+            opened.pop(seed % len(opened))[0].close()
+        elif event in ("sparse", "dense"):
+            generator = torch.Generator().manual_seed(seed)
+            offsets = (torch.rand(size, generator=generator) < 0.3).nonzero().view(-1)
+            owner.overwrites(tensor, offsets if event == "sparse" else None)
+            tensor[offsets if event == "sparse" else slice(None)] += 1
+        for copy, before in opened:
+            assert torch.equal(copy.read(0, size), before)
+            assert torch.equal(copy.gather(torch.arange(0, size, 7)), before[::7])
+        assert owner.nbytes <= (len(opened) + 1) * (12 * size + size // 8 + 8)
+    for copy, _ in opened:
+        copy.close()
+    assert owner.nbytes == 0
