@@ -34,7 +34,7 @@ from psclient.reader.holds import Holds
 from psclient.reader.module_sink import ModuleSink, Rename
 from psclient.reader.patch_sink import PatchReceiver, PatchSink
 from psclient.reader.shard_reader import FetchedShard, ShardReader
-from psclient.reader.sink import Sink, StagedCut
+from psclient.reader.sink import MisfitError, Sink, StagedCut
 from psclient.rpc.channel import Connection, RetryPolicy, pause, suppress_errors
 from psclient.rpc.resolver import connect
 from psclient.rpc.shard_stream import WAIT_SHARE
@@ -55,6 +55,7 @@ _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
 _CLOSING_SECONDS, _LEAVING_SECONDS = 5.0, 1.0
 _COMPLAINT_SECONDS = 60.0
 _POLL_SECONDS = 0.05
+_CONVERSION_SECONDS = 2.0  # of a conversion outside hold(), which may be seen half done
 _FIRST_WAIT_SECONDS = 1.0  # for a model, before the server's word that there is none is passed on
 _GONE = (ErrorCode.NO_SUCH_CUT, ErrorCode.STALE_GENERATION, ErrorCode.NOT_INITIALISED)
 """Refusals after which the newest cut is asked for again."""
@@ -368,7 +369,28 @@ class _Following:
             log.error("following has ended: %s", error)
 
     def _step(self) -> None:
-        """Wait for a cut, and go there."""
+        """Wait for a cut, and go there; or until a conversion, of which half was seen, is done."""
+        with contextlib.suppress(MisfitError):
+            self._advance()
+            return
+        self._await_fit()
+
+    def _await_fit(self) -> None:
+        """Wait until the sink can have the model. Nobody is inside ``hold()`` when it is asked."""
+        layout, end = self._run_layout, time.monotonic() + _CONVERSION_SECONDS
+        assert layout is not None
+        self._readers = []  # the sink looks anew at what it holds
+        while True:
+            with self._holds.alone(is_cancelled):
+                try:
+                    self._sink.open(layout.viewed_in(self._sink.dtype(layout)))
+                    return
+                except MisfitError:
+                    if time.monotonic() > end:
+                        raise
+            pause(_POLL_SECONDS)
+
+    def _advance(self) -> None:
         if not self._connections:
             settings = self._settings
             hint = "The follower goes on trying"
@@ -479,7 +501,8 @@ class _Following:
     def _go_to(self, cut: Cut, layout: ModelLayout) -> None:
         """Fetch, verify, stage and commit a cut."""
         if self._sink.dtype(self._run_layout) != self._dtype:
-            return  # others have converted what follows: the cut is asked for anew
+            self._known = None  # others have converted what follows: the cut is asked for anew
+            return
         if not self._sink.is_current():
             log.warning("others have written to what follows, or replaced it: all is fetched anew")
             self._cut = self._sink.open(layout)
@@ -505,6 +528,9 @@ class _Following:
             raise
         try:
             with self._holds.alone(is_cancelled), torch.no_grad():
+                if not self._is_as_staged():
+                    self._known = None  # the cut is asked for anew
+                    return
                 try:
                     self._sink.commit()
                 except BaseException as error:
@@ -521,6 +547,14 @@ class _Following:
         self._fetched_bytes += sum(part.received_bytes for part in fetched)
         self._current = time.monotonic()
         self._tell(cut)
+
+    def _is_as_staged(self) -> bool:
+        """Tell whether what follows is as it was before the fetch; if not, drop what is staged for it."""
+        with contextlib.suppress(MisfitError):  # it was converted
+            if self._sink.is_current():
+                return True
+        self._sink.abort()
+        return False
 
     def _fetch(self, cut: Cut, held: Cut | None, buffers: bytes) -> list[FetchedShard] | None:
         """Fetch from all shards, and buffers if others than these are held; ``None`` if one no longer has the cut."""

@@ -5,15 +5,16 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from psclient.errors import ConfigurationError
+from psclient.errors import ConfigurationError, from_refusal
 from psclient.model.replica import Replica
 from psclient.model.wrappers import plain_modules
 from psclient.reader.cut import Cut
-from psclient.reader.sink import Sink, StagedCut
+from psclient.reader.sink import MisfitError, Sink, StagedCut
 from pscore.model.buffers import pack
 from pscore.model.layout import ModelLayout, TensorSpec
 from pscore.model.sparse_slice import SparseSlice
 from pscore.names import shown
+from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.messages import READER_DTYPES
 
 Rename = Callable[[str], str]
@@ -35,7 +36,6 @@ class ModuleSink(Sink):
         self._layout: ModelLayout | None = None
         self._replica: Replica | None = None
         self._places: list[tuple[int, int, torch.dtype]] = []
-        self._buffers: list[torch.Tensor] = []
         self._staged: StagedCut | None = None
 
     def dtype(self, layout: ModelLayout | None) -> torch.dtype | None:
@@ -51,24 +51,25 @@ class ModuleSink(Sink):
 
     def open(self, layout: ModelLayout) -> Cut | None:
         """Find the module's tensors; return the cut that they hold."""
-        tensors, buffers = self._tensors_of(layout), self._named("_buffers")
+        tensors = self._tensors_of(layout)
+        self._buffers_of(layout.buffers)  # so that one that does not fit is told at once
         places = _places_of(tensors)
         is_other = self._layout is None or layout.fingerprint != self._layout.fingerprint or places != self._places
         if is_other or self._replica is None or self._replica.written():
             self._replica, self._held = Replica(layout, tensors), None
-        self._buffers = [self._find(spec, buffers, may_be_narrow=True) for spec in layout.buffers]
         self._layout, self._places = layout, places
         return self._held
 
     def is_current(self) -> bool:
-        """Tell whether the module has the tensors that were found, in the same memory, and nobody has written to them.
+        """Tell whether the module has the parameters that were found, in the same memory, and nobody has written there.
 
-        ``half()`` and others replace them. Writes through ``.data`` leave no trace. Raises
-        :class:`ConfigurationError` if the module has tensors that do not fit.
+        ``half()`` and others replace them. Writes through ``.data`` leave no trace. Buffers may change at any time:
+        they are found and compared anew for each cut.
         """
         if self._layout is None or self._replica is None or _places_of(self._tensors_of(self._layout)) != self._places:
             return False
-        return not self._replica.written()
+        is_overwritten = self._staged is not None and self._staged.is_whole
+        return is_overwritten or not self._replica.written()
 
     def read(self, entries: SparseSlice) -> SparseSlice:
         """Return the module's values at the places of these entries."""
@@ -85,8 +86,9 @@ class ModuleSink(Sink):
         Nothing if some are of 16 bits and the run's of 32: they come with each version.
         """
         assert self._layout is not None
-        is_same = all(mine.dtype == spec.dtype for mine, spec in zip(self._buffers, self._layout.buffers, strict=True))
-        return pack(self._buffers) if is_same else b""
+        buffers = self._buffers_of(self._layout.buffers)
+        is_same = all(mine.dtype == spec.dtype for mine, spec in zip(buffers, self._layout.buffers, strict=True))
+        return pack(buffers) if is_same else b""
 
     def stage(self, staged: StagedCut) -> None:
         """Keep what is to be written."""
@@ -94,20 +96,23 @@ class ModuleSink(Sink):
 
     def commit(self) -> None:
         """Write the values; after an error the former ones."""
-        staged, replica = self._staged, self._replica
+        staged, replica, self._staged = self._staged, self._replica, None
         assert staged is not None
         assert replica is not None
-        buffers = [buffer.detach().clone() for buffer in self._buffers] if staged.buffers is not None else []
+        specs = staged.layout.buffers if staged.buffers is not None else ()
+        buffers = self._buffers_of(specs)
+        values = _narrowed(specs, staged.buffers or (), buffers)
+        before = [buffer.detach().clone() for buffer in buffers]
         try:
             replica.write(staged.changes)
-            self._write_buffers(staged.buffers or ())
+            _write(buffers, values)
         except BaseException:
             if len(staged.before) < len(staged.changes):  # the first cut: there is nothing to go back to
                 self._held = None
             replica.write(staged.before)
-            self._write_buffers(buffers)
+            _write(buffers, before)
             raise
-        self._held, self._staged = staged.cut, None
+        self._held = staged.cut
 
     def abort(self) -> None:
         """Drop what is staged."""
@@ -115,10 +120,6 @@ class ModuleSink(Sink):
 
     def close(self) -> None:
         """Do nothing: the module stays as it is."""
-
-    def _write_buffers(self, values: Sequence[torch.Tensor]) -> None:
-        for buffer, value in zip(self._buffers, values, strict=False):
-            buffer.detach().copy_(value)
 
     def _named(self, kind: str) -> dict[str, torch.Tensor]:
         """Return the module's tensors of a kind by all their names, without those of wrappers."""
@@ -135,7 +136,7 @@ class ModuleSink(Sink):
         for spec, tensor in zip(layout.parameters, tensors, strict=True):
             for alias in spec.aliases:
                 if named.get(self._rename(alias), tensor) is not tensor:
-                    raise ConfigurationError(
+                    raise MisfitError(
                         f"{shown(alias)} is another name of {shown(spec.name)} in the run, and a tensor of its own in "
                         "this module: tie the two before you follow"
                     )
@@ -143,27 +144,29 @@ class ModuleSink(Sink):
         frozen = {self._rename(name) for each in layout.frozen for name in (each.spec.name, *each.spec.aliases)}
         for name, tensor in named.items():
             if id(tensor) not in known and name not in frozen:
-                raise ConfigurationError(
+                raise MisfitError(
                     f"the run has no parameter {shown(name)}: build the module that the workers train, or pass rename="
                 )
         return tensors
+
+    def _buffers_of(self, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+        named = self._named("_buffers")
+        return [self._find(spec, named, may_be_narrow=True) for spec in specs]
 
     def _find(self, spec: TensorSpec, named: dict[str, torch.Tensor], *, may_be_narrow: bool = False) -> torch.Tensor:
         names = [self._rename(name) for name in (spec.name, *spec.aliases)]
         found = next((named[name] for name in names if name in named), None)
         if found is None:
-            raise ConfigurationError(
+            raise MisfitError(
                 f"the module has no {shown(names[0])}, which the run has as {spec.describe()}: build the module that "
                 "the workers train, or pass rename="
             )
         if found.is_meta:
-            raise ConfigurationError(
-                f"{shown(names[0])} is on the meta device: call module.to_empty(device=...) before"
-            )
+            raise MisfitError(f"{shown(names[0])} is on the meta device: call module.to_empty(device=...) before")
         is_narrow = may_be_narrow and spec.dtype == torch.float32 and found.dtype in READER_DTYPES
         if tuple(found.shape) != spec.shape or not (found.dtype == spec.dtype or is_narrow):
             is_here = TensorSpec(names[0], tuple(found.shape), found.dtype).describe()
-            raise ConfigurationError(
+            raise MisfitError(
                 f"the module has {is_here}, and the run {spec.describe()}: both must be alike, or the module must have "
                 "all that is float32 in the run in float16, or in bfloat16"
             )
@@ -172,6 +175,25 @@ class ModuleSink(Sink):
 
 def _places_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, torch.dtype]]:
     return [(id(tensor), tensor.data_ptr(), tensor.dtype) for tensor in tensors]
+
+
+def _narrowed(
+    specs: Sequence[TensorSpec], values: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return buffers' values in the types of their targets; raises ``NON_FINITE`` if one would be infinite."""
+    found = [value.to(target.dtype) for value, target in zip(values, targets, strict=True)]
+    for spec, value, narrow in zip(specs, values, found, strict=True):
+        if narrow.dtype != value.dtype and not torch.equal(narrow.isfinite(), value.isfinite()):
+            is_half = narrow.dtype == torch.float16
+            kind, wider = ("float16", "bfloat16") if is_half else ("bfloat16", "float32")
+            what = f"the buffer {shown(spec.name)} has values beyond {kind}: follow in {wider}"
+            raise from_refusal(Rejected(ErrorCode.NON_FINITE, what))
+    return found
+
+
+def _write(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    for target, value in zip(targets, values, strict=True):
+        target.detach().copy_(value)
 
 
 def _parts(

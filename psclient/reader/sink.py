@@ -13,6 +13,10 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.messages import READER_DTYPES
 
 
+class MisfitError(ConfigurationError):
+    """What follows has other tensors than the model: for good, or until a conversion of it is done."""
+
+
 @dataclass(frozen=True, slots=True)
 class StagedCut:
     """A cut that was fetched and verified.
@@ -59,12 +63,16 @@ class Sink(ABC):
 
         It is called first, after failures, if the layout changes, and if :meth:`is_current` is false. A sink that can
         mend a mixture does it here: nobody is inside of ``hold()`` after a commit has failed. Raises
-        :class:`~psclient.errors.ConfigurationError` if the model does not fit.
+        :class:`~psclient.errors.ConfigurationError` if the model does not fit; :class:`MisfitError` if that may change.
         """
 
     @abstractmethod
     def is_current(self) -> bool:
-        """Tell whether what is held is still where :meth:`open` has found it; asked before each cut."""
+        """Tell whether what is held is still where :meth:`open` has found it, and as it was.
+
+        It is asked before each cut, and before each commit, when a cut that is whole may be staged: what is overwritten
+        need not be as it was. Raises :class:`MisfitError` if the model does not fit any more.
+        """
 
     @abstractmethod
     def read(self, entries: SparseSlice) -> SparseSlice | None:

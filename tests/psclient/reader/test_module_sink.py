@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from psclient.errors import ConfigurationError
+from psclient.errors import ConfigurationError, RefusedError
 from psclient.model.replica import Replica
+from psclient.reader import module_sink
 from psclient.reader.module_sink import ModuleSink
 from pscore.model.layout import ModelLayout, Span, TensorSpec
 from pscore.model.sparse_slice import SparseSlice
@@ -106,15 +107,15 @@ def test_a_commit_that_fails_is_undone(monkeypatch, fails_at):
             raise MemoryError
         real(self, segments)
 
-    def copy_buffers(self, values):
+    def copy_buffers(buffers, values):
         calls.append(values)
-        for buffer, value in zip(self._buffers, values, strict=False):
+        for buffer, value in zip(buffers, values, strict=True):
             buffer.copy_(value)
             if len(calls) == 2 and fails_at == "buffers":
                 raise MemoryError
 
     monkeypatch.setattr(Replica, "write", write)
-    monkeypatch.setattr(ModuleSink, "_write_buffers", copy_buffers)
+    monkeypatch.setattr(module_sink, "_write", copy_buffers)
     with pytest.raises(MemoryError):
         sink.commit()
     assert torch.equal(flat(module), values)
@@ -134,6 +135,20 @@ def test_a_first_commit_that_fails_leaves_no_cut(monkeypatch):
         with pytest.raises(MemoryError):
             sink.commit()
     assert sink.open(LAYOUT) is None
+
+
+@pytest.mark.parametrize(("dtype", "wider"), [(F16, "bfloat16"), (BF16, "float32")])
+def test_buffers_that_would_become_infinite_are_refused_before_anything_is_written(dtype, wider):
+    sink, module = opened()
+    values = values_of(1)
+    held = put(sink, staged_whole(3, values, buffers_of(5)))
+    module.mean = module.mean.to(dtype)
+    sink.stage(staged_difference(sink, 4, values, changed(values, 2), [torch.full((3,), 3.4e38), torch.tensor(6)]))
+    with pytest.raises(RefusedError, match=f"mean has values beyond .*: follow in {wider}"):
+        sink.commit()
+    assert torch.equal(flat(module), values)
+    assert (module.mean.tolist(), int(module.count)) == ([5.0] * 3, 5)
+    assert sink.open(LAYOUT) == held
 
 
 def without(name):

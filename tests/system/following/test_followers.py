@@ -308,6 +308,58 @@ def test_tensors_that_were_replaced_are_found_and_follow(change):
             wait_until(lambda: same(parameters_of(module), run.versions[version]), SECONDS)
 
 
+def replace_buffer(module):
+    module[1].running_mean = torch.full_like(module[1].running_mean, 7.0)
+
+
+def narrow_buffer(module):
+    module[1].running_mean = module[1].running_mean.half()
+
+
+@pytest.mark.parametrize("change", [replace_buffer, narrow_buffer])
+def test_buffers_that_were_replaced_follow_too(change):
+    module = make_model(1)
+    with LocalServer(cut_seconds=0.01, buffer_period_steps=1) as server, training(server) as run:
+        run.steps()
+        with psclient.follow(server, module, settings=READING) as follower:
+            follower.wait_for(1, SECONDS)
+            with follower.hold():
+                change(module)
+            follower.wait_for(run.steps(2), SECONDS)
+
+            def is_there():
+                mean = psclient.download(server)["1.running_mean"]
+                return torch.equal(module[1].running_mean, mean.to(module[1].running_mean.dtype))
+
+            wait_until(is_there, SECONDS)
+
+
+def test_writes_while_a_version_is_fetched_are_found_and_keep_no_version_away():
+    table, module, seen = torch.nn.Embedding(100, 8), torch.nn.Embedding(100, 8), {}
+    sink = psclient.ModuleSink(module)
+    real = sink.stage
+
+    def stage(staged):
+        real(staged)
+        if staged.cut.version > 1:  # what leads there is staged first, and all of it then
+            with torch.no_grad():
+                module.weight[50:].zero_()
+
+    def note(cut):
+        seen[cut.version] = module.weight.detach().clone()
+
+    sink.stage = stage
+    with LocalServer(cut_seconds=0.01) as server:
+        optimizer = psclient.ASGD(table.parameters(), lr=0.1, model=table, server=server, settings=QUICK)
+        with optimizer, Follower(server, sink, READING, on_cut=note):
+            for _ in range(3):
+                optimizer.zero_grad()
+                table(torch.arange(50)).pow(2).sum().backward()
+                optimizer.step()
+                wait_until(lambda: optimizer.version in seen, SECONDS)
+                assert torch.equal(seen[optimizer.version], table.weight)
+
+
 def test_a_module_of_another_dtype_ends_the_follower():
     module = make_model(1)
     with LocalServer(cut_seconds=0.01) as server, training(server) as run:

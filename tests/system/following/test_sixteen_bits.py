@@ -1,15 +1,23 @@
 """Readers that hold an fp32 run in 16 bits: exactly the rounded model, for fewer bytes."""
 
+import threading
+
 import pytest
 import torch
 
 import psclient
 from psclient import DirectorySink, Follower, LocalServer, errors
+from psclient.reader import follower as follower_module
 from psclient.reader import shard_reader
 from tests.system.following.following_tools import READING, SECONDS, loaded, parameters_of, same, training
 from tests.system.tools import make_model, wait_until
 
 NARROW = [torch.bfloat16, torch.float16]
+CONVERSIONS = [
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.float16),
+]
 
 
 def rounded(tensors, dtype):
@@ -120,6 +128,70 @@ def test_a_module_may_change_its_type_while_it_follows(caplog):
                 wait_until(lambda: same(parameters_of(module), expected), SECONDS)  # noqa: B023
 
 
+@pytest.mark.parametrize(("before", "after"), CONVERSIONS)
+def test_a_conversion_inside_hold_is_never_seen_half_done(monkeypatch, before, after):
+    monkeypatch.setattr(follower_module, "_CONVERSION_SECONDS", 0.0)
+    module = make_model(1).to(before)
+    with LocalServer(cut_seconds=0.01) as server, training(server) as run:
+        run.steps()
+        with psclient.follow(server, module, settings=READING) as follower:
+            follower.wait_for(1, SECONDS)
+            with follower.hold():
+                module[0].to(after)
+                version = run.steps()
+                wait_until(lambda: follower._holds._waiting_alone == 1 or follower.is_over, SECONDS)
+                module.to(after)
+            follower.wait_for(version, SECONDS)
+            assert same(parameters_of(module), rounded(run.versions[version], after))
+
+
+@pytest.mark.parametrize(("before", "after"), CONVERSIONS)
+def test_a_conversion_outside_hold_may_take_a_while(monkeypatch, before, after):
+    monkeypatch.setattr(follower_module, "_CONVERSION_SECONDS", SECONDS)
+    module = make_model(1).to(before)
+    with LocalServer(cut_seconds=0.01) as server, training(server) as run:
+        run.steps()
+        with psclient.follow(server, module, settings=READING) as follower:
+            follower.wait_for(1, SECONDS)
+            module[0].to(after)
+            version = run.steps()
+            wait_until(lambda: not follower._following._readers or follower.is_over, SECONDS)
+            module.to(after)
+            wait_until(lambda: follower.ready and follower.version == version, SECONDS)
+            assert same(parameters_of(module), rounded(run.versions[version], after))
+
+
+@pytest.mark.parametrize(("before", "after"), CONVERSIONS)
+def test_what_was_fetched_is_not_written_over_a_module_that_was_converted_meanwhile(monkeypatch, before, after):
+    fetched, goes_on, right = threading.Event(), threading.Event(), []
+    module, real = make_model(1).to(before), follower_module._Following._fetch
+
+    def fetch(self, cut, *rest):
+        found = real(self, cut, *rest)
+        if cut.version == 2 and not fetched.is_set():
+            fetched.set()
+            assert goes_on.wait(SECONDS)
+        return found
+
+    monkeypatch.setattr(follower_module._Following, "_fetch", fetch)
+    with LocalServer(cut_seconds=0.01) as server, training(server, lr=1e-3) as run:
+        run.steps()
+
+        def check(cut):
+            right.append(same(parameters_of(module), rounded(run.versions[cut.version], module[0].weight.dtype)))
+
+        with psclient.follow(server, module, settings=READING, on_cut=check) as follower:
+            follower.wait_for(1, SECONDS)
+            run.steps()
+            assert fetched.wait(SECONDS)
+            with follower.hold():
+                module.to(after)
+            goes_on.set()
+            wait_until(lambda: len(right) == 2, SECONDS)
+            assert all(right)
+            assert follower.version == 2
+
+
 def test_what_others_have_written_is_found_although_residues_are_completed_from_it():
     module = make_model(1).bfloat16()
     with LocalServer(cut_seconds=0.01) as server, training(server, lr=1e-3) as run:
@@ -195,6 +267,31 @@ def test_values_beyond_float16_are_refused_to_its_readers_alone():
         assert "float16" in str(follower.error)
         assert not follower.ready
         assert same(parameters_of(full), parameters_of(model))
+
+
+def test_buffers_beyond_float16_are_refused_too_and_the_version_before_stays():
+    module, held = make_model(1).half(), {}
+
+    def state():
+        return {name: value.clone() for name, value in module.state_dict().items()}
+
+    with LocalServer(cut_seconds=0.01, buffer_period_steps=1) as server, training(server) as run:
+        run.steps()
+        with psclient.follow(
+            server, module, settings=READING, on_cut=lambda cut: held.update({cut: state()})
+        ) as follower:
+            follower.wait_for(1, SECONDS)
+            run.model[1].running_var.fill_(3e5)
+            version = run.steps(2)
+            wait_until(lambda: follower.error is not None, SECONDS)
+            assert isinstance(follower.error, errors.RefusedError)
+            assert "1.running_var has values beyond float16: follow in bfloat16" in str(follower.error)
+            with follower.hold() as cut:
+                assert same(state(), held[cut])
+                assert module[1].running_var.isfinite().all()
+                module.bfloat16()
+            wait_until(lambda: follower.ready and follower.version == version and follower.error is None, SECONDS)
+            wait_until(lambda: float(module[1].running_var.min()) > 1e5, SECONDS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, "bfloat16"])
