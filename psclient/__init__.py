@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from psclient.optim.server_optimizer import ServerRMSprop as ServerRMSprop
     from psclient.optim.ssgd import SSGD as SSGD
     from psclient.optim.wagma import WAGMA as WAGMA
+    from psclient.publisher.publisher import Published as Published
+    from psclient.publisher.publisher import Publisher as Publisher
     from psclient.reader.cut import Cut as Cut
     from psclient.reader.cut import Lag as Lag
     from psclient.reader.directory_sink import DirectorySink as DirectorySink
@@ -62,6 +64,7 @@ _NAMES = {
     "psclient.optim.server_optimizer": ("ServerOptimizer", "ServerRMSprop"),
     "psclient.optim.ssgd": ("SSGD",),
     "psclient.optim.wagma": ("WAGMA",),
+    "psclient.publisher.publisher": ("Published", "Publisher"),
     "psclient.reader.cut": ("Cut", "Lag"),
     "psclient.reader.directory_sink": ("DirectorySink",),
     "psclient.reader.follower": ("Follower", "follow"),

@@ -86,9 +86,9 @@ class InProcessShard:
     def read(self, messages: Sequence[pb.PushSparseRequest]) -> tuple[pb.PushHeader, SparseSlice | None]:
         """Decode and validate a push, as the server does while it arrives."""
 
-        def admit(header: pb.PushHeader) -> Span:
+        def admit(header: pb.PushHeader) -> tuple[Span, torch.dtype]:
             check_push(self.shard, self.identity, header.step)
-            return self.shard.span
+            return self.shard.span, self.shard.value_dtype
 
         header, entries, _ = read_all(read_push(admit), messages)
         return header, entries

@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from psclient.reader.sink import Sink, StagedCut, reader_dtype
 from pscore.model import modelfile
 from pscore.model.buffers import pack
 from pscore.model.digest import ModelDigest, total, words_of
-from pscore.model.layout import ModelLayout, Span, TensorSpec
+from pscore.model.layout import WORDS, ModelLayout, Span, TensorSpec
 from pscore.model.sparse_slice import SparseSlice
 
 INDEX = "model.safetensors.index.json"
@@ -37,7 +37,6 @@ _OURS = re.compile(r"\.?model-v\d+-[0-9a-f]{6}-(\d{5}-of-\d{5}|buffers)\.safeten
 _KEY = "sparseps"  # of the index's metadata
 _LARGEST_BYTES = 2 << 30  # of a file, unless one tensor is larger
 _BLOCK = 1 << 22  # elements that are read at a time
-_WORDS: Mapping[torch.dtype, Any] = {torch.float32: np.uint32, torch.float16: np.uint16, torch.bfloat16: np.uint16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +101,13 @@ class DirectorySink(Sink):
 
     def read(self, entries: SparseSlice) -> SparseSlice:
         """Return the values in the files at the places of these entries."""
-        values = torch.empty(entries.entries, dtype=torch.float32, device="cpu")
+        layout = self._layout
+        assert layout is not None
+        values = torch.empty(entries.entries, dtype=layout.value_dtype, device="cpu")
         for name, group in zip(self._files.names, self._groups, strict=True):
             for spec, words, first, last, where in self._parts(self.path / name, group, entries, "r"):
-                values[first:last] = torch.from_numpy(np.array(words[where])).view(spec.dtype).float()
+                held = torch.from_numpy(np.array(words[where]))
+                values[first:last] = held.view(spec.dtype).float() if not layout.word_bytes else held.view(values.dtype)
         return SparseSlice(entries.span, entries.offsets, values)
 
     def tensors(self) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
@@ -139,7 +141,10 @@ class DirectorySink(Sink):
                 tensors = {layout.parameters[position].name: _zeros(layout.parameters[position]) for position in group}
                 for change in changes:
                     for position, common in layout.overlapping(change.span):
-                        _fill(tensors[layout.parameters[position].name], layout.span(position), change.clip(common))
+                        tensor = tensors[layout.parameters[position].name]
+                        if layout.word_bytes:
+                            tensor = words_in(tensor, layout.value_dtype)
+                        _fill(tensor, layout.span(position), change.clip(common))
                 modelfile.save(temporary, tensors, {"format": "pt"})
             modelfile.sync(temporary)
             os.replace(temporary, self.path / new)
@@ -302,7 +307,10 @@ class DirectorySink(Sink):
 
     def _write(self, path: Path, group: range, change: SparseSlice) -> None:
         for spec, words, first, last, where in self._parts(path, group, change, "r+"):
-            words[where] = words_of(change.values[first:last].to(spec.dtype)).astype(words.dtype)
+            values = change.values[first:last]
+            words[where] = words_of(values if values.dtype in WORDS.values() else values.to(spec.dtype)).astype(
+                words.dtype
+            )
 
     def _parts(
         self, path: Path, group: range, entries: SparseSlice, mode: Any
@@ -329,7 +337,8 @@ class DirectorySink(Sink):
             begin, end = header.get(spec.name, {}).get("data_offsets", (0, 0))
             if end - begin != spec.nbytes or data + end > raw.size:
                 raise OSError(f"{path} is damaged: {spec.name} is not whole")
-            words = raw[data + begin : data + end].view(_WORDS[spec.dtype])
+            width = layout.word_bytes or spec.dtype.itemsize
+            words = raw[data + begin : data + end].view(f"u{width}")
             where: Any = slice(first + base - edge, last + base - edge)
             if offsets is not None:
                 where = offsets[first:last] + (base - edge)
@@ -357,7 +366,8 @@ def _grouped(layout: ModelLayout) -> list[range]:
 
 
 def _zeros(spec: TensorSpec) -> torch.Tensor:
-    return torch.zeros(spec.shape, dtype=spec.dtype, device="cpu")
+    octets = torch.zeros(spec.nbytes, dtype=torch.uint8, device="cpu")
+    return octets.view(spec.dtype).view(spec.shape)
 
 
 def _fill(tensor: torch.Tensor, span: Span, change: SparseSlice | None) -> None:
@@ -366,6 +376,11 @@ def _fill(tensor: torch.Tensor, span: Span, change: SparseSlice | None) -> None:
     first = change.span.start - span.start
     where = slice(first, first + change.span.length) if change.offsets is None else change.offsets + first
     tensor.view(-1)[where] = change.values.to(tensor.dtype)
+
+
+def words_in(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a contiguous tensor's memory as words, flat."""
+    return tensor.detach().view(-1).view(dtype)
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:

@@ -40,6 +40,8 @@ class ModuleSink(Sink):
 
     def dtype(self, layout: ModelLayout | None) -> torch.dtype | None:
         """Return the one 16-bit type in which the module has what the run has in fp32; ``None`` if there is none."""
+        if layout is not None and layout.word_bytes:
+            return None
         named = self._named("_parameters")
         specs = layout.parameters if layout is not None else ()
         names = [
@@ -56,7 +58,7 @@ class ModuleSink(Sink):
         places = _places_of(tensors)
         is_other = self._layout is None or layout.fingerprint != self._layout.fingerprint or places != self._places
         if is_other or self._replica is None or self._replica.written():
-            self._replica, self._held = Replica(layout, tensors), None
+            self._replica, self._held = _replica_of(layout, tensors), None
         self._layout, self._places = layout, places
         return self._held
 
@@ -75,7 +77,7 @@ class ModuleSink(Sink):
         """Return the module's values at the places of these entries."""
         assert self._layout is not None
         assert self._replica is not None
-        values = torch.empty(entries.entries, dtype=torch.float32, device="cpu")
+        values = torch.empty(entries.entries, dtype=self._layout.value_dtype, device="cpu")
         for first, last, found in _parts(self._layout, self._replica.parameters, entries):
             values[first:last] = found
         return SparseSlice(entries.span, entries.offsets, values)
@@ -132,6 +134,9 @@ class ModuleSink(Sink):
 
     def _tensors_of(self, layout: ModelLayout) -> list[torch.Tensor]:
         named = self._named("_parameters")
+        if layout.word_bytes:  # with buffers among its tensors
+            named = self._named("_buffers") | named
+            return [self._find(spec, named) for spec in layout.parameters]
         tensors = [self._find(spec, named) for spec in layout.parameters]
         for spec, tensor in zip(layout.parameters, tensors, strict=True):
             for alias in spec.aliases:
@@ -171,6 +176,20 @@ class ModuleSink(Sink):
                 "all that is float32 in the run in float16, or in bfloat16"
             )
         return found
+
+
+def _replica_of(layout: ModelLayout, tensors: Sequence[torch.Tensor]) -> Replica:
+    """Return what writes to the tensors: by their words, if they are a feed's."""
+    if not layout.word_bytes:
+        return Replica(layout, tensors)
+    for spec, tensor in zip(layout.parameters, tensors, strict=True):
+        if not tensor.is_contiguous():
+            raise ConfigurationError(
+                f"{shown(spec.name)} is not contiguous, and the words of a feed are written as they lie"
+            )
+    specs = [TensorSpec(spec.name, (layout.length(spec),), layout.value_dtype) for spec in layout.parameters]
+    views = [tensor.detach().view(-1).view(layout.value_dtype) for tensor in tensors]
+    return Replica(ModelLayout(tuple(specs), word_bytes=layout.word_bytes), views)
 
 
 def _places_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, torch.dtype]]:
@@ -214,4 +233,4 @@ def _parts(
             found = torch.from_numpy(flat.numpy()[offsets[first:last] - edge])
         else:
             found = flat[torch.from_numpy(offsets[first:last] - edge).to(flat.device)]
-        yield first, last, found.cpu().float()
+        yield first, last, found.cpu().to(layout.value_dtype)

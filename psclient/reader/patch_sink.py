@@ -1,6 +1,6 @@
 """A receiver of patches: an engine that takes changes of tensors by name, and cannot undo them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -12,6 +12,7 @@ from psclient.reader.cut import Cut
 from psclient.reader.directory_sink import DirectorySink
 from psclient.reader.sink import Sink, StagedCut, reader_dtype
 from pscore.model.layout import ModelLayout, TensorSpec
+from pscore.model.modelfile import in_own_dtype
 from pscore.model.sparse_slice import SparseSlice
 
 
@@ -83,6 +84,12 @@ class PatchSink(Sink):
 
     def open(self, layout: ModelLayout) -> Cut | None:
         """Return the cut that the receiver holds; with a directory, see to it that it is that of the directory."""
+        wide = next((spec for spec in layout.parameters if spec.dtype.itemsize > (layout.word_bytes or 8)), None)
+        if wide is not None and self._copy is None:
+            raise ConfigurationError(
+                f"{wide.describe()} has elements of several words of this feed, of which some change alone: name a "
+                "directory, from which the others are read (psclient.PatchSink(engine, directory=...))"
+            )
         if layout.fingerprint != self._fingerprint:
             self._fingerprint, self._held = layout.fingerprint, None
         if self._copy is None:
@@ -110,7 +117,9 @@ class PatchSink(Sink):
             self._copy.stage(staged)
         self._cut = staged.cut
         buffers = zip(staged.layout.buffers, staged.buffers or (), strict=False)
-        self._receiver.stage([*patches_of(staged.layout, staged.changes), *(_whole(*each) for each in buffers)])
+        self._receiver.stage(
+            [*patches_of(staged.layout, staged.changes, self.read), *(_whole(*each) for each in buffers)]
+        )
 
     def commit(self) -> None:
         """Commit the directory, and then have the patches applied: if that fails, the directory has what is needed."""
@@ -155,24 +164,50 @@ def _whole(spec: TensorSpec, value: torch.Tensor) -> Patch:
     return Patch(spec.name, spec.shape, spec.dtype, value, None)
 
 
-def patches_of(layout: ModelLayout, changes: Sequence[SparseSlice]) -> Iterator[Patch]:
-    """Yield the patches of entries in ascending order, one a tensor; a tensor of which all is there has no indices."""
+def patches_of(
+    layout: ModelLayout,
+    changes: Sequence[SparseSlice],
+    read: Callable[[SparseSlice], SparseSlice | None] = lambda entries: None,
+) -> Iterator[Patch]:
+    """Yield the patches of entries in ascending order, one a tensor; a tensor of which all is there has no indices.
+
+    ``read`` returns what is held, for elements of a feed of which not all words are there.
+    """
     found: dict[int, list[SparseSlice]] = {}
     for change in changes:
         for position, common in layout.overlapping(change.span):
             if (part := change.clip(common)) is not None:
                 found.setdefault(position, []).append(part)
     for position, parts in found.items():
-        yield _patch(layout.parameters[position], layout.offsets[position], parts)
+        spec, start = layout.parameters[position], layout.offsets[position]
+        values, places = _joined(start, parts)
+        if values.numel() == layout.length(spec):
+            yield _whole(spec, in_own_dtype(layout, spec, values).view(spec.shape))
+            continue
+        words = spec.dtype.itemsize // layout.word_bytes if layout.word_bytes else 1
+        if words > 1:
+            places = torch.unique(places // words)
+            whole = (places[:, None] * words + torch.arange(words, dtype=torch.int64, device="cpu")).view(-1)
+            held = read(SparseSlice(layout.span(position), whole, torch.empty_like(whole)))
+            assert held is not None
+            for part in parts:
+                _put(held.values, whole, part, start)
+            values = held.values
+        yield Patch(spec.name, spec.shape, spec.dtype, in_own_dtype(layout, spec, values), places)
 
 
-def _patch(spec: TensorSpec, start: int, parts: Sequence[SparseSlice]) -> Patch:
-    values = torch.cat([part.values for part in parts]).to(spec.dtype)
-    if values.numel() == spec.numel:
-        return _whole(spec, values.view(spec.shape))
+def _put(values: torch.Tensor, places: torch.Tensor, part: SparseSlice, start: int) -> None:
+    """Put entries of a tensor that begins at ``start`` into the values at places of it, among which theirs are."""
+    mine, found = _joined(start, [part])
+    values[torch.searchsorted(places, found)] = mine
+
+
+def _joined(start: int, parts: Sequence[SparseSlice]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the values of entries, and their places in the tensor that begins at ``start``."""
+    values = torch.cat([part.values for part in parts])
     indices = [
         torch.arange(part.span.length, dtype=torch.int64, device="cpu") if part.offsets is None else part.offsets
         for part in parts
     ]
     flat = torch.cat([each + (part.span.start - start) for each, part in zip(indices, parts, strict=True)])
-    return Patch(spec.name, spec.shape, spec.dtype, values, flat)
+    return values, flat

@@ -171,7 +171,7 @@ class ShardReader:
         policy: RetryPolicy,
     ) -> FetchedShard:
         own = self._own if self._takes_residues(base, before) else None
-        reader, buffers = frames.ChunkReader(self.span, own=own), b""
+        reader, buffers = frames.ChunkReader(self.span, own=own, dtype=self._layout.value_dtype), b""
         pieces: frames.BytesReader | None = None
         received, began = 0, 0.0
         for data in messages:
@@ -238,5 +238,5 @@ def _overwrite(begun: list[SparseSlice], entries: SparseSlice) -> None:
             continue
         first, values = part.span.start - target.span.start, target.values.clone()  # a message may own the memory
         where = slice(first, first + part.span.length) if part.offsets is None else part.offsets + first
-        values[where] = part.values.to(torch.float32)
+        values[where] = part.values
         begun[number] = SparseSlice(target.span, None, values)

@@ -23,7 +23,7 @@ class StagedCut:
 
     Attributes:
         layout: of the model.
-        changes: entries to write over what the sink holds, in fp32 on the host, in ascending order.
+        changes: entries to write over what the sink holds, in ascending order, on the host: fp32, or words of a feed.
         before: the same entries as the sink holds them; empty for a sink that cannot be read.
         buffers: all buffers in layout order, if they have changed.
         is_whole: whether the changes are every value, so that it does not matter what the sink holds.
@@ -76,7 +76,10 @@ class Sink(ABC):
 
     @abstractmethod
     def read(self, entries: SparseSlice) -> SparseSlice | None:
-        """Return what is held at the places of these entries, fp32 on the host; ``None`` if that cannot be told."""
+        """Return what is held at the places of these entries, on the host; ``None`` if that cannot be told.
+
+        In fp32, or in words of a feed.
+        """
 
     @abstractmethod
     def buffers(self) -> bytes:

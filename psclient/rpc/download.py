@@ -165,7 +165,7 @@ def _read(responses: Iterator[bytes]) -> _Part:
     if header.start + header.length > layout.size:
         raise Rejected(ErrorCode.BAD_REQUEST, "the shard's range leaves the model")
     specs = layout.buffers if header.buffer_bytes else ()
-    model = DenseReader(Span(header.start, header.start + header.length))
+    model = DenseReader(Span(header.start, header.start + header.length), layout.value_dtype)
     raw = frames.BytesReader(header.buffer_bytes, packed_bytes(specs))
     for data in responses:
         message, values = split_values(data, several=False)

@@ -27,12 +27,11 @@ from psclient.errors import (
 )
 from psclient.executor import SerialExecutor, is_cancelled
 from psclient.model.module import NamedBuffers
-from psclient.model.replica import Replica
 from psclient.rpc.channel import HANDSHAKE_SECONDS, RetryPolicy, suppress_errors
 from psclient.rpc.lease_thread import LeaseThread, start_all
 from psclient.rpc.progress_line import ProgressLine
 from psclient.rpc.samples import SampleTracker
-from psclient.rpc.shard_stream import WAIT_SHARE, ShardStream
+from psclient.rpc.shard_stream import WAIT_SHARE, ShardStream, Uploaded
 from psclient.settings import ClientSettings
 from pscore.model.buffers import pack
 from pscore.names import shown
@@ -83,7 +82,7 @@ class Run:
         self,
         shards: Sequence[ShardStream],
         worker_id: str,
-        replica: Replica,
+        replica: Uploaded,
         buffers: NamedBuffers,
         method: str,
         method_settings: Mapping[str, str],
@@ -186,7 +185,10 @@ class Run:
             self.joined_version,
             "its model was uploaded" if self.coordinator.has_base else "the server's parameters are taken over",
         )
-        trained_before = self.joined_version > 0 and self.live_workers <= 1 and not self.coordinator.has_base
+        is_feed = self.replica.layout.word_bytes > 0
+        trained_before = (
+            not is_feed and self.joined_version > 0 and self.live_workers <= 1 and not self.coordinator.has_base
+        )
         if trained_before and not self.run_finished:
             log.warning(
                 "this worker goes on with run %s, which others have trained to version %d and left: its parameters are "
@@ -361,7 +363,7 @@ class Run:
             self._require_not_cancelled()
         self._require_codecs(shard, answer)
         shard.readable = frozenset(answer.index_codecs or PLAIN_INDEX_CODECS)
-        shard.origins = tuple(answer.origins)
+        shard.origins, shard.joined_version = tuple(answer.origins), answer.version
         return answer
 
     def _require_not_cancelled(self) -> None:

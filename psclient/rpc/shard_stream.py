@@ -5,20 +5,19 @@ Each call returns an outcome; :mod:`psclient.engine.engine` decides what a failu
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from psclient.errors import ServerFaultError
-from psclient.model.replica import Replica
 from psclient.rpc.channel import Connection, RetryPolicy
 from psclient.rpc.progress_line import ProgressLine
 from psclient.rpc.stream import Bandwidth, Stream
 from psclient.settings import ClientSettings
-from pscore.model.layout import Span
+from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
 from pscore.wire.budget import FEWEST_BYTES, Fit, is_less_dense
@@ -138,11 +137,29 @@ class EncodedPart(NamedTuple):
     lost: SparseSlice | None
 
 
+class Uploaded(Protocol):
+    """The values that a worker brings to a server that has none."""
+
+    @property
+    def layout(self) -> ModelLayout:
+        """Of the model."""
+
+    def read(self, span: Span) -> Iterable[SparseSlice]:
+        """Return the values of a span: fp32, or words of a feed."""
+
+    def digest(self) -> bytes:
+        """Return 32 bytes that are equal if the values are, and else all but surely not."""
+
+    def not_finite(self) -> str | None:
+        """Return the name of a tensor that has values with which no run begins."""
+
+
 class ShardStream:
     """The calls of one shard, which has ``span``, and the state of the replica with respect to it.
 
     Attributes:
         has_base: whether the replica is the model at ``version``, or with ``replica_is_image`` the image of it there.
+        joined_version: of the shard, as of the last join.
         origins: of the shard's history of versions, as of the last join.
         seen: what the other shards knew of this one at the last join.
         unacked: the part of the last push that is neither acknowledged nor refused.
@@ -158,7 +175,7 @@ class ShardStream:
         self.connection, self.address = connection, connection.address
         self.lease_connection = connection.twin()
         self.index, self.span = index, span
-        self.generation = self.version = self.acknowledged_reply = 0
+        self.generation = self.version = self.acknowledged_reply = self.joined_version = 0
         self.has_base = self.replica_is_image = False
         self.origins: Sequence[pb.ShardOrigin] = ()
         self.seen: Sequence[pb.ShardHistory] = ()
@@ -468,7 +485,7 @@ class ShardStream:
     def upload(
         self,
         header: pb.UploadHeader,
-        replica: Replica,
+        replica: Uploaded,
         buffers: bytes,
         chunk_bytes: int,
         moved: Callable[[int, int], None],

@@ -7,6 +7,7 @@ knows nothing of the mixture. It finds damage and mistakes; against forgery TLS 
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,10 @@ from pscore.model.sparse_slice import SparseSlice
 DIGEST_BYTES = 16
 _BLOCK = 1 << 18  # elements whose bits are made at a time
 _MASK = (1 << 64) - 1
-_BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
+_BITS: dict[torch.dtype, Any] = {
+    torch.float32: np.uint32, torch.float16: np.uint16, torch.bfloat16: np.uint16,
+    torch.uint8: np.uint8, torch.int16: np.uint16, torch.int32: np.uint32,
+}  # fmt: skip
 
 
 class ModelDigest:
@@ -35,7 +39,7 @@ class ModelDigest:
         return self._low.to_bytes(8, "little") + self._high.to_bytes(8, "little")
 
     def add(self, segment: SparseSlice) -> None:
-        """Put entries in, whose values (fp32 on the host, or of their own dtype) count in the parameters' dtypes."""
+        """Put entries in, whose values (on the host: fp32, words, or of their own dtype) count in the own dtypes."""
         self._change(segment, 1)
 
     def remove(self, segment: SparseSlice) -> None:
@@ -54,9 +58,10 @@ class ModelDigest:
 
 
 def words_of(values: torch.Tensor) -> NDArray[np.uint32]:
-    """Return the bits of values on the host, fp32, fp16 or bf16, one word each."""
-    bits = values.contiguous().view(_BITS[values.dtype]).numpy()
-    return bits.view(np.uint32) if bits.itemsize == 4 else bits.view(np.uint16).astype(np.uint32)
+    """Return the bits of values on the host, fp32, fp16, bf16 or words of a feed, one word each."""
+    bits = values.contiguous().view(torch.uint8).numpy().view(_BITS[values.dtype])
+    words: NDArray[np.uint32] = bits.astype(np.uint32, copy=False)
+    return words
 
 
 def total(digests: list[bytes]) -> bytes:

@@ -26,6 +26,10 @@ BUFFER_DTYPES = (
 )
 """Dtypes of buffers, whose values travel. Of a frozen parameter a digest travels: it may have any dtype."""
 
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""In which dtype words of so many bytes are handled: as bits, of which nothing is computed."""
+
+_NOT_IN_FILES = (torch.complex32, torch.complex128)  # of safetensors
 _MOST_WHOLE = 1 << 16  # elements of small tensors that are sent whole in any model
 
 
@@ -83,13 +87,21 @@ class Span:
 class ModelLayout:
     """The tensors of a model: trained parameters, which are laid out flat, persistent buffers, and frozen parameters.
 
-    Raises ``ValueError`` if a name occurs twice, or a parameter or buffer has a dtype outside :data:`PARAMETER_DTYPES`
-    or :data:`BUFFER_DTYPES`.
+    The tensors of a feed (:mod:`psclient.publisher`) are not trained here: they are laid out as words of ``word_bytes``
+    each, may have any dtype, and are its ``parameters``.
+
+    Raises ``ValueError`` if a name occurs twice, a parameter or buffer has a dtype outside :data:`PARAMETER_DTYPES`
+    or :data:`BUFFER_DTYPES`, or the tensors of a feed do not consist of such words, or fit into no file.
+
+    Attributes:
+        word_bytes: of a feed: 1, 2 or 4; 0 for a model that is trained here.
+        offsets: where each parameter begins, in elements or words, and where the last one ends.
     """
 
     parameters: tuple[TensorSpec, ...]
     buffers: tuple[TensorSpec, ...] = ()
     frozen: tuple[FrozenTensor, ...] = ()
+    word_bytes: int = 0
     offsets: tuple[int, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -97,8 +109,10 @@ class ModelLayout:
         if len(set(names)) != len(names):
             duplicate = next(name for name in names if names.count(name) > 1)
             raise ValueError(f"tensor name {shown(duplicate)!r} occurs twice")
+        if self.word_bytes:
+            self._require_words()
         for spec in self.parameters:
-            if spec.dtype not in PARAMETER_DTYPES:
+            if not self.word_bytes and spec.dtype not in PARAMETER_DTYPES:
                 raise ValueError(
                     f"parameter {spec.describe()}: only float32, float16 and bfloat16 can be trained; "
                     "convert it with model.float()"
@@ -108,8 +122,28 @@ class ModelLayout:
                 raise ValueError(
                     f"buffer {spec.describe()}: a server does not take this dtype; register it with persistent=False"
                 )
-        offsets = accumulate((spec.numel for spec in self.parameters), initial=0)
+        offsets = accumulate(map(self.length, self.parameters), initial=0)
         object.__setattr__(self, "offsets", tuple(offsets))
+
+    def _require_words(self) -> None:
+        if self.word_bytes not in WORDS:
+            raise ValueError(f"words of {self.word_bytes} bytes; a feed has words of {', '.join(map(str, WORDS))}")
+        if self.buffers or self.frozen:
+            raise ValueError("all tensors of a feed are its parameters")
+        for spec in self.parameters:
+            if spec.dtype in _NOT_IN_FILES:
+                raise ValueError(f"tensor {spec.describe()}: model files have no tensors of this dtype")
+            if spec.dtype.itemsize % self.word_bytes:
+                raise ValueError(f"tensor {spec.describe()} does not consist of words of {self.word_bytes} bytes")
+
+    def length(self, spec: TensorSpec) -> int:
+        """Return how many elements of the flat layout a parameter has: words, in a feed."""
+        return spec.nbytes // self.word_bytes if self.word_bytes else spec.numel
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        """In which dtype values of the flat layout are handled: fp32, or in a feed that of its words."""
+        return WORDS[self.word_bytes] if self.word_bytes else torch.float32
 
     def tensors(self) -> Iterator[TensorSpec]:
         """Yield parameters, then buffers, then frozen parameters."""
@@ -137,11 +171,13 @@ class ModelLayout:
                 add(kind, spec)
         for tensor in self.frozen:
             add("frozen", tensor.spec, tensor.digest)
+        if self.word_bytes:
+            digest.update(b"words" + self.word_bytes.to_bytes(4, "little"))
         return digest.digest()
 
     def viewed_in(self, dtype: torch.dtype | None) -> "ModelLayout":
         """Return the layout of a model that holds the fp32 parameters in another dtype; ``None``: this layout."""
-        if dtype is None or all(spec.dtype != torch.float32 for spec in self.parameters):
+        if dtype is None or self.word_bytes or all(spec.dtype != torch.float32 for spec in self.parameters):
             return self
         viewed = [replace(spec, dtype=dtype) if spec.dtype == torch.float32 else spec for spec in self.parameters]
         return replace(self, parameters=tuple(viewed))
@@ -161,9 +197,20 @@ class ModelLayout:
         return dense_below if fitting == small.size else int(small[fitting])
 
     def shard_spans(self, num_shards: int) -> tuple[Span, ...]:
-        """Cut the layout into contiguous spans of equal bytes: fp32 masters, so of equal length within one element."""
-        cuts = [self.size * shard // num_shards for shard in range(num_shards + 1)]
+        """Cut the layout into contiguous spans of equal length, within one element, and so of equal bytes.
+
+        No element of several words is cut.
+        """
+        cuts = [self._uncut(self.size * shard // num_shards) for shard in range(num_shards + 1)]
         return tuple(Span(start, end) for start, end in pairwise(cuts))
+
+    def _uncut(self, place: int) -> int:
+        """Return the beginning of the element that a word is of."""
+        position = bisect.bisect_right(self.offsets, place) - 1
+        if not self.word_bytes or position >= len(self.parameters):
+            return place
+        words = self.parameters[position].dtype.itemsize // self.word_bytes
+        return place - (place - self.offsets[position]) % words
 
     def overlapping(self, span: Span) -> Iterator[tuple[int, Span]]:
         """Yield (position, common span) of each parameter that shares elements with ``span``, in order."""
@@ -178,13 +225,18 @@ class ModelLayout:
         return range(first, max(first, min(len(self.parameters), bisect.bisect_left(self.offsets, span.end))))
 
     def dtype_runs(self, span: Span) -> list[tuple[torch.dtype, Span]]:
-        """Return the longest pieces of ``span`` over which the parameters have one dtype, in order."""
+        """Return the longest pieces of ``span`` over which the parameters have one dtype, in order.
+
+        All of a feed has the dtype of its words.
+        """
         pieces = [(dtype, run.intersect(span)) for dtype, run in self._dtype_runs]
         return [(dtype, piece) for dtype, piece in pieces if piece.length]
 
     @cached_property
     def _dtype_runs(self) -> list[tuple[torch.dtype, Span]]:
-        runs = []
+        runs: list[tuple[torch.dtype, Span]] = []
+        if self.word_bytes:
+            return [(self.value_dtype, Span(0, self.size))]
         whole = self.overlapping(Span(0, self.size))
         for dtype, found in groupby(whole, lambda each: self.parameters[each[0]].dtype):
             spans = [common for _, common in found]

@@ -18,7 +18,7 @@ from isal.isal_zlib import crc32
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from pscore.model.layout import ModelLayout, Span
+from pscore.model.layout import ModelLayout, Span, TensorSpec
 from pscore.names import model_file_fault
 
 _CHECKSUM = "crc32"  # in the metadata
@@ -32,17 +32,24 @@ class ModelFileError(Exception):
 
 
 def assemble(layout: ModelLayout, flat: torch.Tensor, buffers: Iterable[torch.Tensor] = ()) -> StateDict:
-    """Cut a flat fp32 tensor ``[n]`` into the model's tensors, in their own dtypes, and add the buffers."""
+    """Cut a flat tensor ``[n]``, fp32 or words, into the model's tensors, in their own dtypes, and add the buffers."""
     state = {
-        spec.name: flat[layout.offsets[i] : layout.offsets[i + 1]].reshape(spec.shape).to(spec.dtype)
+        spec.name: in_own_dtype(layout, spec, flat[layout.offsets[i] : layout.offsets[i + 1]]).reshape(spec.shape)
         for i, spec in enumerate(layout.parameters)
     }
     state.update(zip((spec.name for spec in layout.buffers), buffers, strict=False))
     return state
 
 
+def in_own_dtype(layout: ModelLayout, spec: TensorSpec, values: torch.Tensor) -> torch.Tensor:
+    """Return values of a parameter, fp32 or whole elements in words, flat in its own dtype."""
+    if not layout.word_bytes:
+        return values.to(spec.dtype)
+    return values.clone().view(spec.dtype)  # at a place in memory that suits the dtype
+
+
 def flatten(layout: ModelLayout, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Lay a state dict's parameters flat, as fp32 ``[n]``, also from aliases of tied weights.
+    """Lay a state dict's parameters flat, as fp32 or words ``[n]``, also from aliases of tied weights.
 
     Raises :class:`ModelFileError` if a tensor is missing or has another shape.
     """
@@ -53,7 +60,12 @@ def flatten(layout: ModelLayout, state: Mapping[str, torch.Tensor]) -> torch.Ten
             raise ModelFileError(f"parameter {spec.describe()} is missing")
         if tuple(tensor.shape) != spec.shape:
             raise ModelFileError(f"parameter {spec.describe()} has shape {list(tensor.shape)} in the file")
-        pieces.append(tensor.reshape(-1).float())
+        if not layout.word_bytes:
+            pieces.append(tensor.reshape(-1).float())
+            continue
+        if tensor.dtype != spec.dtype:
+            raise ModelFileError(f"tensor {spec.describe()} has dtype {tensor.dtype} in the file")
+        pieces.append(tensor.contiguous().reshape(-1).view(layout.value_dtype))
     return torch.cat(pieces)
 
 
@@ -128,11 +140,11 @@ def part_path(path: Path, shard_index: int, num_shards: int) -> Path:
 def write_part(
     path: Path, layout: ModelLayout, span: Span, flat: torch.Tensor, buffers: StateDict, metadata: Mapping[str, str]
 ) -> None:
-    """Write the piece ``flat`` (fp32, ``[span.length]``) of the layout, and the shard's buffers."""
+    """Write the piece ``flat`` (fp32 or words, ``[span.length]``) of the layout, and the shard's buffers."""
     pieces = {}
     for i, common in layout.overlapping(span):
         spec, piece = layout.parameters[i], flat[common.start - span.start : common.end - span.start]
-        pieces[f"{spec.name}@{common.start - layout.offsets[i]}"] = piece.to(spec.dtype)
+        pieces[f"{spec.name}@{common.start - layout.offsets[i]}"] = in_own_dtype(layout, spec, piece)
     shapes = {spec.name: list(spec.shape) for spec in layout.parameters}
     write(path, {**pieces, **buffers}, {**metadata, "shapes": json.dumps(shapes)})
 

@@ -15,7 +15,7 @@ class SparseSlice:
 
     Attributes:
         offsets: int64 ``[k]``, strictly increasing, counted from ``span.start``; ``None`` means every element.
-        values: ``[k]``, floating point; on the same device as ``offsets``.
+        values: ``[k]``, floating point, or words of a feed; on the same device as ``offsets``.
     """
 
     span: Span

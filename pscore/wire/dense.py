@@ -8,7 +8,7 @@ by the library and the values from the message as it came.
 import time
 from collections.abc import Iterator
 from itertools import islice
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -134,19 +134,21 @@ def dense_chunk(span: Span, dtype: torch.dtype, group: int = 0) -> pb.Chunk:
 
 
 def bytes_of(values: torch.Tensor) -> memoryview:
-    """Return the bytes of fp32, fp16 or bf16 values; without a copy if they are contiguous and on the host."""
+    """Return the bytes of values or words; without a copy if they are contiguous and on the host."""
     return values.detach().cpu().contiguous().view(torch.uint8).numpy().data
 
 
 class DenseReader:
-    """Reads dense chunks, which cover a span without gaps, into ``values``, fp32 ``[span.length]`` on the host.
+    """Reads dense chunks, which cover a span without gaps, into ``values``, ``[span.length]`` on the host.
+
+    They are fp32, or words of ``dtype``.
 
     The system allocates the memory as it is written.
     """
 
-    def __init__(self, span: Span) -> None:
+    def __init__(self, span: Span, dtype: torch.dtype = torch.float32) -> None:
         self.span, self.checksum = span, Checksum()
-        self.values = torch.empty(span.length, dtype=torch.float32, device="cpu")
+        self.values = torch.empty(span.length, dtype=dtype, device="cpu")
 
     def read(self, chunk: pb.Chunk, *values: memoryview) -> None:
         """Read the next chunk, whose value bytes are ``values`` or its own.
@@ -164,7 +166,7 @@ class DenseReader:
                 f"{self.span.end - start} elements are missing",
             )
         data = next(iter(values), memoryview(chunk.values))
-        _read_values(chunk.value_codec, data, self.values[first : first + count].numpy())
+        _read_values(chunk.value_codec, data, self.values[first : first + count])
         self.checksum.add(chunk, *values)
 
     def require_complete(self) -> None:
@@ -173,10 +175,11 @@ class DenseReader:
             raise Rejected(ErrorCode.BAD_COMMIT, f"{self.checksum.entries} of {self.span.length} elements were sent")
 
 
-def _read_values(codec: int, data: memoryview, into: NDArray[np.float32]) -> None:
-    """Read finite values, fp32 ones straight to their place; raises :class:`Rejected`."""
-    if codec != pb.VALUE_CODEC_FP32:
-        into[:] = decode_values(codec, cast(bytes, data), into.size)  # a codec reads any buffer
+def _read_values(codec: int, data: memoryview, place: torch.Tensor) -> None:
+    """Read finite values, fp32 ones straight to their place, or words; raises :class:`Rejected`."""
+    into: NDArray[Any] = place.numpy()
+    if codec != pb.VALUE_CODEC_FP32 or place.dtype != torch.float32:
+        into[:] = decode_values(codec, cast(bytes, data), into.size, place.dtype)  # a codec reads any buffer
         return
     if data.nbytes != into.nbytes:
         raise Rejected(ErrorCode.BAD_CHUNK, f"{data.nbytes} value bytes, {into.size} entries in fp32 need others")

@@ -13,7 +13,7 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.codecs import residue
 from pscore.wire.codecs.format import MAX_ENTRIES, Offsets, ValueFormat
 from pscore.wire.codecs.index import INDEX_FORMATS, choose, decode_offsets
-from pscore.wire.codecs.values import CODEC_OF_DTYPE, VALUE_FORMATS, decode_values, host_values
+from pscore.wire.codecs.values import CODEC_OF_DTYPE, decode_values, format_of, host_values
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
@@ -27,7 +27,7 @@ _MAX_CHUNK_SPAN = 1 << 32  # offsets in a chunk are uint32
 
 
 Own = Callable[[Span, Offsets | None], torch.Tensor]
-"""Returns a receiver's values, fp16 or bf16 on the host, at offsets of a span, or at every element."""
+"""Returns a receiver's values at offsets of a span, or at every element: fp16, bf16 or 16-bit words, on the host."""
 
 
 class Checksum:
@@ -91,7 +91,7 @@ def encode(segment: SparseSlice, form: WireForm = WireForm(), *, chunk_bytes: in
     """
     values = host_values(segment.values)
     for chunk, first in chunks_without_values(segment, form, chunk_bytes, group):
-        chunk.values, decoded = VALUE_FORMATS[chunk.value_codec].encode(values[first : first + chunk.count])
+        chunk.values, decoded = format_of(chunk.value_codec).encode(values[first : first + chunk.count])
         yield Encoded(chunk, torch.from_numpy(decoded))
 
 
@@ -102,13 +102,13 @@ def chunks_without_values(
     value = form.value if form.value is not None else CODEC_OF_DTYPE[segment.values.dtype]
     start = segment.span.start
     if segment.offsets is None:
-        step = _entries_within(chunk_bytes, VALUE_FORMATS[value], 0)
+        step = _entries_within(chunk_bytes, format_of(value), 0)
         for first in range(0, segment.entries, step):
             count = min(step, segment.entries - first)
             yield _chunk(group, Span(start + first, start + first + count), value, count), first
         return
     offsets = segment.offsets.cpu().numpy()
-    step = _entries_within(chunk_bytes, VALUE_FORMATS[value], _RAW_INDEX_BYTES)
+    step = _entries_within(chunk_bytes, format_of(value), _RAW_INDEX_BYTES)
     first = 0
     while first < offsets.size:
         positions = offsets[first : first + step]
@@ -121,7 +121,7 @@ def chunks_without_values(
             if index is None:
                 index = choose(positions.size, span.length, form.link_bytes_per_second, form.allowed)
             indices = INDEX_FORMATS[index].encode(positions, span.length, base)
-            if positions.size == 1 or len(indices) + VALUE_FORMATS[value].size(positions.size) <= chunk_bytes:
+            if positions.size == 1 or len(indices) + format_of(value).size(positions.size) <= chunk_bytes:
                 break
             positions = positions[: positions.size // 2]  # a codec that suits these offsets badly
         yield _chunk(group, span, value, positions.size, index, indices), first
@@ -158,8 +158,9 @@ def decode(
     *,
     origin: int | None = None,
     own: Own | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> SparseSlice:
-    """Read one chunk, which must lie inside ``within``, to fp32 values on the host.
+    """Read one chunk, which must lie inside ``within``, to fp32 values on the host, or words of a feed's ``dtype``.
 
     ``values`` are the value bytes of a chunk that has none itself. The offsets of a sparse one count from ``origin``,
     if that is given, so that the slice's span begins there. Residues are completed from the receiver's ``own`` values.
@@ -177,7 +178,7 @@ def decode(
     index, indices = chunk.index_codec, chunk.indices
     data = cast(bytes, values) if values else chunk.values  # a codec reads any buffer
     is_residues = own is not None and chunk.value_codec == pb.VALUE_CODEC_RESIDUE
-    decoded = None if is_residues else torch.from_numpy(decode_values(chunk.value_codec, data, count))
+    decoded = None if is_residues else torch.from_numpy(decode_values(chunk.value_codec, data, count, dtype))
     offsets: Offsets | None = None
     if index == pb.INDEX_CODEC_DENSE:
         if count != length or indices:
@@ -192,8 +193,8 @@ def decode(
             raise Rejected(ErrorCode.BAD_CHUNK, f"{count} entries in one chunk, at most {MAX_ENTRIES} are taken")
         mine = own(span, offsets)
         words = residue.decode(data, mine.view(torch.uint16).numpy())
-        decoded = torch.from_numpy(words).view(mine.dtype).float()
-        if not bool(decoded.isfinite().all()):
+        decoded = torch.from_numpy(words).view(mine.dtype).to(dtype)
+        if dtype == torch.float32 and not bool(decoded.isfinite().all()):
             raise Rejected(ErrorCode.NON_FINITE, "a value of residues is not finite")
     return SparseSlice(span, None if offsets is None else torch.from_numpy(offsets), decoded)
 
@@ -202,17 +203,22 @@ class ChunkReader:
     """Decodes the chunks of one ascending sequence ``within`` a span, and checks their order.
 
     ``checksum`` counts for the commit; a stream of several sequences has one. ``position`` is the index behind the
-    ``segments`` read so far; ``origin`` and ``own`` are as for :func:`decode`.
+    ``segments`` read so far; ``origin``, ``own`` and ``dtype`` are as for :func:`decode`.
     """
 
     def __init__(
-        self, within: Span, checksum: Checksum | None = None, origin: int | None = None, own: Own | None = None
+        self,
+        within: Span,
+        checksum: Checksum | None = None,
+        origin: int | None = None,
+        own: Own | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.within = within
         self.checksum = checksum or Checksum()
         self.segments: list[SparseSlice] = []
         self.position = within.start
-        self._origin, self._own = origin, own
+        self._origin, self._own, self._dtype = origin, own, dtype
 
     def read(self, chunk: pb.Chunk, *values: memoryview) -> SparseSlice:
         """Decode the next chunk, whose value bytes are ``values`` or its own.
@@ -222,7 +228,7 @@ class ChunkReader:
         if chunk.start < self.position:
             order = f"chunk at {chunk.start} overlaps or precedes what came before {self.position}"
             raise Rejected(ErrorCode.BAD_CHUNK, order)
-        segment = decode(chunk, self.within, *values, origin=self._origin, own=self._own)
+        segment = decode(chunk, self.within, *values, origin=self._origin, own=self._own, dtype=self._dtype)
         self.checksum.add(chunk, *values)
         self.position = segment.span.end
         self.segments.append(segment)

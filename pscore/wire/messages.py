@@ -70,6 +70,7 @@ def layout_to_message(layout: ModelLayout) -> pb.ModelLayout:
         buffers=[write(spec) for spec in layout.buffers],
         fingerprint=layout.fingerprint,
         frozen=[pb.FrozenTensor(spec=write(each.spec), digest=each.digest) for each in layout.frozen],
+        word_bytes=layout.word_bytes,
     )
 
 
@@ -99,6 +100,7 @@ def kept_layout_from_message(message: pb.ModelLayout) -> ModelLayout:
             tuple(map(_spec_from_message, message.parameters)),
             tuple(map(_spec_from_message, message.buffers)),
             tuple(FrozenTensor(_spec_from_message(each.spec), each.digest) for each in message.frozen),
+            message.word_bytes,
         )
     except ValueError as error:
         raise Rejected(ErrorCode.BAD_REQUEST, str(error)) from error
@@ -124,6 +126,9 @@ def first_difference(ours: pb.ModelLayout, theirs: pb.ModelLayout) -> tuple[str,
 
     The messages are compared up to that tensor and not converted, so a hostile ``theirs`` costs nothing more.
     """
+    if bool(ours.word_bytes) != bool(theirs.word_bytes):
+        run, worker = ("is a feed", "trains") if ours.word_bytes else ("trains a model", "publishes")
+        return "", f"the run {run}, and this worker {worker}: name another server"
     for kind, mine, yours in (
         ("parameter", ours.parameters, theirs.parameters),
         ("buffer", ours.buffers, theirs.buffers),
@@ -146,6 +151,8 @@ def first_difference(ours: pb.ModelLayout, theirs: pb.ModelLayout) -> tuple[str,
                 f"frozen parameter {_described(stated.spec)} has other values than the run's: load the same weights "
                 "before the optimizer is made, or set upload_frozen (PSCLIENT_UPLOAD_FROZEN) on all workers"
             )
+    if ours.word_bytes != theirs.word_bytes:
+        return "", f"words of {theirs.word_bytes} bytes; the feed has words of {ours.word_bytes}"
     return None
 
 

@@ -8,6 +8,7 @@ another, as every worker's replica may.
 
 import itertools
 import logging
+import math
 import threading
 import time
 from typing import NamedTuple, Protocol
@@ -334,6 +335,9 @@ class Cuts:
             if self.newest is not None and self.newest.number == number:
                 return
             parts = [_part_of(mine), *(self._told[index] for index in range(1, self._num_shards))]
+            if mine.model.mode.is_feed and len({part.version for part in parts}) > 1:
+                self._begun_at = -math.inf  # a shard has not heard yet of a version that is published: another try
+                return
             shards = {
                 dtype: tuple(ShardVersion(part.generation, part.version, part.digests[place]) for part in parts)
                 for place, dtype in enumerate(types)

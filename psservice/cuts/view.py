@@ -98,10 +98,10 @@ def differences(
 
 
 def rounded_words(values: torch.Tensor, dtype: torch.dtype) -> NDArray[Any]:
-    """Return the bits, uint32 or uint16, of fp32 values on the host as torch rounds them to a dtype; none is NaN."""
+    """Return the bits of fp32 values on the host as torch rounds them to a dtype, none is NaN; or of a feed's words."""
     numbers = values.numpy()
-    if dtype == torch.float32:
-        return numbers.view(np.uint32)
+    if values.dtype == dtype:
+        return numbers.view(f"u{numbers.itemsize}")
     if dtype == torch.float16:
         with np.errstate(over="ignore"):
             return numbers.astype(np.float16).view(np.uint16)

@@ -16,6 +16,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.apply_thread import ApplyThread
 from psservice.data_leases.codec import from_plain, to_plain
 from psservice.durability.checkpoints import Place, place_of
+from psservice.feed.feed_shard import FeedShard
 from psservice.model.buffers import BufferAverage
 from psservice.model.copies import TensorCopy
 from psservice.model.parameters import ModelShard
@@ -51,8 +52,8 @@ class Capture:
 
 
 THETA, BUFFER_PREFIX, MEMORY_PREFIX = "theta", "buffer.", "memory."
-"""Names of a snapshot's tensors: the shard's parameters, fp32 ``[length]``, each buffer of the average, and what the
-update rule and an open round remember."""
+"""Names of a snapshot's tensors: the shard's parameters, fp32 or words ``[length]``, each buffer of the average, and
+what the update rule, an open round or a staged version remember."""
 
 _PUSHES, _WORKERS = TypeAdapter(list[tuple[Identity, PushRecord]]), TypeAdapter(list[Worker])
 
@@ -133,8 +134,9 @@ def restore(
     except (ParseError, Rejected) as error:
         raise StorageError(f"{path}: the layout in the manifest is malformed: {error}") from error
     theta = tensors.get(THETA)
-    if theta is None or theta.dtype != torch.float32 or tuple(theta.shape) != (manifest.length,):
-        raise StorageError(f"{path}: the parameters are not fp32 [{manifest.length}]")
+    if theta is None or theta.dtype != layout.value_dtype or tuple(theta.shape) != (manifest.length,):
+        dtype = str(layout.value_dtype).removeprefix("torch.")
+        raise StorageError(f"{path}: the parameters are not {dtype} [{manifest.length}]")
     then = replace(settings, delay_compensation=manifest.delay_compensation)
     if then.delay_compensation:  # which values are still known follows from this one
         then = replace(then, ledger_multiple=manifest.ledger_multiple)
@@ -167,6 +169,8 @@ def restore(
 
 def shard_kind(mode: TrainingMode) -> type[ModelShard]:
     """Return the kind of model that a training mode needs."""
+    if mode.is_feed:
+        return FeedShard
     if mode.groups is not None:
         return GroupedShard
     return ModelShard if mode.rounds is None else RoundShard

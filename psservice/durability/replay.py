@@ -14,7 +14,7 @@ from psservice.model.changelog import ChangeLog
 from psservice.model.parameters import ModelShard, on_device
 from psservice.rules.changed import ChangedIndices, changed_by
 from psservice.settings import ShardSettings
-from psservice.state.records import KINDS, PUSHED, ROUND_CLOSED, read_record, read_update
+from psservice.state.records import KINDS, PUBLISHED, PUSHED, ROUND_CLOSED, read_record, read_update
 from psservice.state.run import Run
 from psservice.state.state import ShardState
 from psservice.state.v1 import journal_pb2 as rec
@@ -83,7 +83,8 @@ class Past:
 
     def versions_dropped(self) -> int:
         """Count the versions behind the damage, as far as their records can be read."""
-        made_by = PUSHED if self.model.mode.rounds is None else ROUND_CLOSED
+        mode = self.model.mode
+        made_by = PUBLISHED if mode.is_feed else PUSHED if mode.rounds is None else ROUND_CLOSED
         return sum(record.kind == made_by for record in self._source.dropped())
 
     def apply_settings(self) -> bool:
@@ -141,7 +142,7 @@ class Past:
                 assert isinstance(record, rec.Pushed)
                 if record.generation != self.snapshot.manifest.generation:
                     raise ValueError(f"the push is of generation {record.generation}")
-                yield record.version, changed_by(read_update(messages, self.model.span))
+                yield record.version, changed_by(read_update(messages, self.model.span, self.model.theta.dtype))
 
     def _apply(self, journaled: JournalRecord) -> None:
         if journaled.kind not in KINDS:
@@ -151,7 +152,7 @@ class Past:
         if not isinstance(record, rec.Pushed):
             self.state.apply(record)
             return
-        update = on_device(read_update(messages, self.model.span), self._device)
+        update = on_device(read_update(messages, self.model.span, self.model.theta.dtype), self._device)
         try:
             self.state.apply(record, update)
         except Rejected as error:  # as it was then: that follows from the state and the push alone

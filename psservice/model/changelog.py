@@ -126,7 +126,7 @@ def gather(changes: Sequence[ChangedIndices], theta: torch.Tensor) -> tuple[torc
         return None
     if len(known) > 1 and theta.device.type == "cpu" and _is_scanned(known, theta.numel()):
         words, count = _bitmap(known, theta.numel())
-        offsets, values = np.empty(count, np.int64), np.empty(count, np.float32)
+        offsets, values = np.empty(count, np.int64), np.empty(count, theta.numpy().dtype)
         union_loops.gather.on(count)(words, theta.numpy(), offsets, values)
         return torch.from_numpy(offsets), torch.from_numpy(values)
     united = union(known, theta.numel())

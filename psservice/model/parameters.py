@@ -215,7 +215,7 @@ class ModelShard:
         """Round values of a part (fp32; all without it) to the parameters' dtypes, in place: an exact replica's."""
         part = part or self.span
         for dtype, run in self.layout.dtype_runs(part):
-            if dtype != torch.float32:
+            if dtype != values.dtype:
                 view = values[run.start - part.start : run.end - part.start]
                 view.copy_(view.to(dtype))
         return values
@@ -257,7 +257,7 @@ def on_device(update: SparseSlice | None, device: torch.device) -> SparseSlice |
         return update
     arrays = [each.numpy() for each in (update.values, update.offsets) if each is not None]
     values, *offsets = to_device(arrays, device)
-    return SparseSlice(update.span, offsets[0].view(torch.int64) if offsets else None, values.view(torch.float32))
+    return SparseSlice(update.span, offsets[0].view(torch.int64) if offsets else None, values.view(update.values.dtype))
 
 
 def rounded_slices(layout: ModelLayout, whole: SparseSlice) -> list[SparseSlice]:

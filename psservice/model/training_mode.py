@@ -12,6 +12,7 @@ import pydantic.dataclasses
 from pydantic import Field, TypeAdapter, ValidationError
 
 from pscore.wire.errors import ErrorCode, Rejected
+from psservice.rules.assign import Assign
 from psservice.rules.base import RuleMaker
 from psservice.rules.delayed_nesterov import DelayedNesterov, Options
 from psservice.rules.optimizer_settings import TorchSettings
@@ -23,6 +24,7 @@ _MOST_WORKERS = 1 << 20
 
 _RULES: dict[str, Callable[[Mapping[str, str]], RuleMaker]] = {
     "subtract": lambda settings: Subtract,
+    "assign": lambda settings: Assign,
     "average": lambda settings: Subtract,  # from each worker's own model; see psservice.wagma.replicas
     "delayed_nesterov": lambda settings: partial(DelayedNesterov, Options.parse(settings)),
     "rmsprop": lambda settings: partial(RMSprop, settings_of(settings)),
@@ -87,11 +89,15 @@ class GroupSettings:
 
 @dataclass(frozen=True, slots=True)
 class TrainingMode:
-    """How the updates of a run are applied; without rounds and groups, one by one to one model."""
+    """How the updates of a run are applied; without rounds and groups, one by one to one model.
+
+    ``is_feed``: nothing is trained, and updates are words that are published.
+    """
 
     rule: RuleMaker = Subtract
     rounds: RoundSettings | None = None
     groups: GroupSettings | None = None
+    is_feed: bool = False
 
     @classmethod
     def of(cls, method_settings: Mapping[str, str]) -> "TrainingMode":
@@ -104,9 +110,12 @@ class TrainingMode:
             raise Rejected(
                 ErrorCode.BAD_REQUEST, f"this server has no update rule {name!r}; it has {', '.join(_RULES)}"
             )
-        return cls(_RULES[name](method_settings), rounds, groups)
+        is_feed = name == "assign"
+        if is_feed and rounds is not None:
+            raise Rejected(ErrorCode.BAD_REQUEST, "a feed has no rounds")
+        return cls(_RULES[name](method_settings), rounds, groups, is_feed)
 
     @property
     def is_asynchronous(self) -> bool:
         """Whether pushes are applied to one model as they come, so that staleness has its usual meaning."""
-        return self.rounds is None and self.groups is None
+        return self.rounds is None and self.groups is None and not self.is_feed

@@ -30,9 +30,7 @@ Reserve = Callable[[int], None]
 """Charges bytes before they are occupied; raises :class:`Rejected` (``BUSY``) if they may not be."""
 
 Entries = tuple[torch.Tensor, torch.Tensor]
-"""Offsets (int64 ``[k]``, ascending) and their fp32 values."""
-
-_NOTHING: Entries = torch.empty(0, dtype=torch.int64, device="cpu"), torch.empty(0, dtype=torch.float32, device="cpu")
+"""Offsets (int64 ``[k]``, ascending) and their values: fp32, or words of a feed."""
 
 SPARSE_ENTRY_BYTES = 24
 """Of an answer while it is made: int64 offset, fp32 value, and as they are written."""
@@ -152,14 +150,14 @@ class ExactReplies:
         model = self.model
         version = model.version
         if before % 2 == 0 and model.changes == before:
-            return position, version, _NOTHING
+            return position, version, _nothing(model)
 
         def read() -> tuple[int, int, Entries] | None:
             changes = model.changelog.after(position)
             if changes is None or (most := most_changed(changes, model.span.length)) is None:
                 return None
             if not changes:
-                return position, model.version, _NOTHING
+                return position, model.version, _nothing(model)
             self.reserve(SPARSE_ENTRY_BYTES * most)
             late = gather(changes, model.theta)
             return None if late is None else (model.changelog.appended, model.version, late)
@@ -185,18 +183,22 @@ class ExactReplies:
         return SharedReply(position, version, entries(segments), False, nbytes, messages)
 
 
+def _nothing(model: ModelShard) -> Entries:
+    return torch.empty(0, dtype=torch.int64, device="cpu"), torch.empty(0, dtype=model.theta.dtype, device="cpu")
+
+
 def _merged(found: Entries, late: Entries) -> Entries:
     """Merge entries; those that were read late count if both have one."""
     if not late[0].numel():
         return found
     if late[0].is_cpu:
         size = found[0].numel() + late[0].numel()
-        all_offsets, all_values = np.empty(size, np.int64), np.empty(size, np.float32)
+        all_offsets, all_values = np.empty(size, np.int64), np.empty(size, found[1].numpy().dtype)
         before, after = [each.numpy() for each in found], [each.numpy() for each in late]
         count = reply_loops.merge.on(size)(before[0], before[1], after[0], after[1], all_offsets, all_values)
         return torch.from_numpy(all_offsets[:count]), torch.from_numpy(all_values[:count])
     offsets = torch.unique(torch.cat([found[0], late[0]]))
-    values = offsets.new_empty(offsets.numel(), dtype=torch.float32)
+    values = offsets.new_empty(offsets.numel(), dtype=found[1].dtype)
     for some_offsets, some_values in (found, late):
         values[torch.searchsorted(offsets, some_offsets)] = some_values
     return offsets, values

@@ -224,6 +224,8 @@ class ReplyMaker:
 
     def _wants_topk(self, changed_density: float | None, *, in_topk: bool) -> bool:
         rule, pushes_all = self.session.rule, self.request.pushes_all
+        if self.model.mode.is_feed:  # whose words have no differences
+            return False
         return rule.wants_topk(changed_density, in_topk, self.topk.limit, pushes_all=pushes_all)
 
     def _has_room(self, image: torch.Tensor) -> bool:

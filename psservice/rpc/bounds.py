@@ -69,6 +69,7 @@ BOUNDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
         "wait_seconds": _WAIT,
     },
     "WaitForAllRequest": {"number": (1, _MOST_STEP), "wait_seconds": _WAIT},
+    "PublishRequest": {"generation": (0, _MOST_GENERATION), "version": (1, _MOST_VERSION)},
     "FollowRunRequest": {"known": (0, (1 << 64) - 1), "wait_seconds": _WAIT, "cut": (0, (1 << 64) - 1)},
     "ShardVersion": {"generation": (0, _MOST_GENERATION), "version": (0, _MOST_VERSION)},
     "AwaitCutRequest": {"wait_seconds": _WAIT, "version": (0, _MOST_VERSION)},

@@ -88,6 +88,7 @@ RULES: dict[str, Rule] = {
     "ExchangeBuffers": Rule(Role.WORKER, Lane.WORK, changes=True, in_parts=True),
     "LeaseSamples": Rule(Role.WORKER, Lane.WORK, changes=True),
     "WaitForAll": Rule(Role.WORKER, Lane.WORK),
+    "Publish": Rule(Role.WORKER, Lane.WORK, changes=True),
     "FollowRun": Rule(Role.READER, Lane.LEASE),
     "GetStatus": Rule(Role.READER, Lane.OPERATOR),
     "FinishRun": Rule(Role.WORKER, Lane.FINISH, is_audited=True),  # of every worker that leaves; waits for a file

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 
+import torch
+
 from pscore.model.buffers import pack, packed_bytes
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
@@ -40,6 +42,7 @@ from psservice.shard.buffers import exchange_buffers, open_exchange
 from psservice.shard.following import RUN_STATES
 from psservice.shard.join import JoinLayouts, hear_of_shards, join, leave
 from psservice.shard.lifecycle import close_rounds_after_leave
+from psservice.shard.publication import publish
 from psservice.shard.pull import pull
 from psservice.shard.push import check_push, prepare_push
 from psservice.shard.samples import lease_samples
@@ -198,7 +201,7 @@ class WorkerCalls:
         reservation = self._stream(call)
         receiving, member = NO_SPAN, None
 
-        def accept(header: pb.PushHeader) -> Span:
+        def accept(header: pb.PushHeader) -> tuple[Span, torch.dtype]:
             nonlocal receiving, member
             identity = self._identify(call, header.identity)
             reservation.belongs_to(identity.worker_id)
@@ -208,7 +211,7 @@ class WorkerCalls:
             member = check_push(shard, identity, header.step)
             if header.finished:
                 finished_of(header)  # refused here, before the rest of it is received
-            return shard.span
+            return shard.span, shard.value_dtype
 
         try:
             header, entries, arrivals = yield from read_push(
@@ -323,6 +326,14 @@ class WorkerCalls:
         if waited_for and call.wait_seconds and not call.is_late:
             raise NotYetError(ErrorCode.BUSY, "other workers train", partial(is_over, shard, identity, number))
         return pb.WaitForAllResponse(workers=waited_for[:_MOST_NAMES], run_state=RUN_STATES[shard.run.state])
+
+    def publish(self, call: Call, request: pb.PublishRequest) -> pb.PublishResponse:
+        """Publish a version of a feed that every shard has staged."""
+        if not self._shard.is_coordinator:
+            mine = place_of(self._settings.shard_index, self._settings.num_shards)
+            raise Rejected(ErrorCode.SHARD_MISMATCH, f"shard 0 publishes; this is shard {mine}")
+        identity = self._identity(request.identity)
+        return pb.PublishResponse(version=publish(self._shard, identity, request.generation, request.version))
 
     # Inner parts
 

@@ -7,6 +7,7 @@ from pscore.wire.errors import Rejected
 from pscore.wire.messages import type_from_message, type_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cuts.cuts import Wanted
+from psservice.shard import publication
 from psservice.shard.lifecycle import close_rounds_after_leave, end_if_over
 from psservice.shard.shard import End, Shard
 from psservice.state.run import RunState
@@ -30,6 +31,7 @@ def news_of(shard: Shard) -> pb.RunNews:
         generation=0 if shard.model is None else shard.model.generation,
         cut=cut.number,
         reader_types=[type_to_message(dtype) for dtype in cut.types],
+        published=shard.published if shard.state.mode.is_feed else 0,
         workers_without_samples=[
             member.identity.worker_id for member in shard.leases.members() if member.has_no_samples
         ],
@@ -51,6 +53,9 @@ def follow(shard: Shard, news: pb.RunNews) -> None:
             extra={"run": shard.run.run_id, "of_shard_0": news.run_id},
         )
         return
+    if news.published:
+        with suppress(Rejected):  # no model, or not durable: the next news bring it again
+            publication.hear(shard, news.published)
     with suppress(Rejected):  # no model, or another one is on its way in: shard 0 names another cut
         shard.cuts.take_part(Wanted(news.cut, tuple(map(type_from_message, news.reader_types))))
     shard.durability.hear_of_checkpoint(news.checkpoint)

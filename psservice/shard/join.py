@@ -25,7 +25,7 @@ def join(shard: Shard, identity: Identity, layout: ModelLayout, request: pb.Join
     """Grant a lease, after :class:`JoinLayouts`; the answer tells whether the worker pulls, uploads or waits."""
     method_settings = dict(request.method_settings)
     num_shards = shard.settings.num_shards
-    if layout.size < num_shards:
+    if not all(span.length for span in layout.shard_spans(num_shards)):
         raise Rejected(ErrorCode.BAD_REQUEST, f"a model of {layout.size} elements cannot be cut into {num_shards}")
     with model_install.join_lock_with_initial(shard, layout) as fitted:
         shard.drain_gate.require_open()
@@ -33,6 +33,8 @@ def join(shard: Shard, identity: Identity, layout: ModelLayout, request: pb.Join
         alone = not starts and shard.is_alone(identity)
         is_new = alone or starts or not shard.run.method
         mode = TrainingMode.of(method_settings) if is_new else shard.state.mode  # refuses what cannot be read
+        if is_new and mode.is_feed != bool(layout.word_bytes):
+            raise Rejected(ErrorCode.BAD_REQUEST, "a model in words is assigned, and no other: name the update assign")
         if shard.state.layout is not None and not alone and shard.state.layout.fingerprint != layout.fingerprint:
             _refuse(layout_to_message(shard.state.layout), layout_to_message(layout))
         if not is_new:

@@ -137,7 +137,8 @@ def open_upload(shard: Shard, identity: Identity, generation: int, buffer_bytes:
             is_newer = epoch(generation) > epoch(upload.generation)
             if not is_newer and moves and shard.leases.is_live(upload.identity):
                 raise Rejected(ErrorCode.STALE_GENERATION, "another worker uploads the model now")
-        uploads.current = Upload(identity, generation, span, buffer_bytes, lambda: shard.leases.clock())
+        dtype = shard.value_dtype
+        uploads.current = Upload(identity, generation, span, dtype, buffer_bytes, lambda: shard.leases.clock())
         return uploads.current
 
 

@@ -10,6 +10,7 @@ from psservice.data_leases.dataset import Share
 from psservice.membership.leases import Member
 from psservice.model.parameters import on_device
 from psservice.shard.lifecycle import end_if_over
+from psservice.shard.publication import require_base
 from psservice.shard.shard import Shard
 from psservice.state.records import places_of, worker_of
 from psservice.state.run import RunState, added
@@ -59,6 +60,8 @@ def _push(
     member, first_answer = shard.leases.require(identity), shard.state.pushes.answered(identity, header.step)
     if first_answer is not None:
         return first_answer, True
+    if shard.state.mode.is_feed:
+        require_base(shard, header, update)
     record = _decide(shard, member, header, finished)
     answer = shard.commit(record, update, messages)
     assert answer is not None
@@ -83,14 +86,15 @@ def _decide(shard: Shard, member: Member, header: pb.PushHeader, finished: Mappi
     identity, state = member.identity, shard.state
     shard.run.require_open()
     model = shard.require_model(header.generation)
-    if header.base_version > model.version:
+    is_feed = model.mode.is_feed  # which has asked for its base before
+    if header.base_version > model.version and not is_feed:
         raise Rejected(
             ErrorCode.VERSION_IN_FUTURE, f"base version {header.base_version}, the server has {model.version}"
         )
     if shard.synchronizer is not None:
         shard.synchronizer.require_acceptable(identity, header.step)
     own = state.pushes.find(identity).own.since(header.generation, header.base_version)
-    staleness = model.version - header.base_version - own
+    staleness = 0 if is_feed else model.version - header.base_version - own
     rounds = model.mode.rounds
     # A flush has no samples, and is the last chance of its entries.
     shard.admission.require_fresh(
@@ -108,7 +112,7 @@ def _decide(shard: Shard, member: Member, header: pb.PushHeader, finished: Mappi
         learning_rate=header.learning_rate,
         group_rates=header.group_rates,
         finished=[rec.DatasetPlaces(dataset=name, places=places_of(share)) for name, share in finished.items()],
-        version=model.version + 1,
+        version=(header.base_version if is_feed else model.version) + 1,
         staleness=staleness,
     )
 

@@ -88,6 +88,7 @@ class Shard:
         cuts: versions that readers follow.
         memory: what calls occupy, and what is kept for them and for workers.
         news: a number that differs once there are news for the other shards; see :meth:`tell_shards`.
+        published: the version of a feed that is durable on shard 0, so that the other shards may publish it.
         rollback: that is prepared, while the shard holds.
         last_push: that ended the run on shard 0: its worker and step.
         ends_with: the run's end, as another shard heard of it from shard 0.
@@ -136,6 +137,7 @@ class Shard:
         self.stopping = threading.Event()
         self.lease_ends: threading.Thread | None = None
         self.installing = False
+        self.published = 0
         self.rollback: Rollback | None = None
         self.news = 0
         self._news = itertools.count(1)
@@ -164,6 +166,11 @@ class Shard:
         if self.state.layout is None:
             raise Rejected(ErrorCode.NOT_INITIALISED, "no worker has joined yet, so the model is not known")
         return self.state.layout.shard_spans(self.settings.num_shards)[self.settings.shard_index]
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        """In which dtype the shard has its values: fp32, or that of a feed's words."""
+        return torch.float32 if self.state.layout is None else self.state.layout.value_dtype
 
     @property
     def model(self) -> ModelShard | None:
@@ -230,7 +237,7 @@ class Shard:
         self.state = state
         assert state.model is not None
         self.synchronizer = self._synchronizer_for(state.model)
-        self.metrics.version = state.model.version
+        self.metrics.version = self.published = state.model.version
 
     def _synchronizer_for(self, model: ModelShard) -> Synchronizer | None:
         """Return the synchronizer that a model needs; ``None`` if every push is applied as it comes."""

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from pscore.model.layout import Span
 from pscore.wire import frames
 from pscore.wire.dense import DenseReader
@@ -37,10 +39,16 @@ class Upload:
     """
 
     def __init__(
-        self, identity: Identity, generation: int, span: Span, buffer_bytes: int, clock: Callable[[], float]
+        self,
+        identity: Identity,
+        generation: int,
+        span: Span,
+        dtype: torch.dtype,
+        buffer_bytes: int,
+        clock: Callable[[], float],
     ) -> None:
         self.identity, self.generation, self.span, self.buffer_bytes = identity, generation, span, buffer_bytes
-        self.model = DenseReader(span)
+        self.model = DenseReader(span, dtype)
         self._clock = clock
         self._lock = threading.Lock()
         self._call = 0
@@ -55,7 +63,7 @@ class Upload:
     @property
     def nbytes(self) -> int:
         """Bytes of values that have arrived."""
-        return 4 * self.model.checksum.entries
+        return self.model.values.itemsize * self.model.checksum.entries
 
     def go_on(self) -> int:
         """Return the number of a call that reads from now on; messages of earlier calls are refused."""

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 from google.protobuf.message import DecodeError, Message
 
 from pscore.model.layout import Span
@@ -35,9 +36,10 @@ Record = (
     | rec.GroupDecided
     | rec.Known
     | rec.SamplesLeased
+    | rec.Published
 )
 
-PUSHED, ROUND_CLOSED = 1, 6
+PUSHED, ROUND_CLOSED, PUBLISHED = 1, 6, 13
 
 KINDS: Mapping[int, type[Record]] = {
     PUSHED: rec.Pushed,
@@ -52,6 +54,7 @@ KINDS: Mapping[int, type[Record]] = {
     10: rec.SamplesLeased,
     11: rec.Forgot,
     12: rec.RunNamed,
+    PUBLISHED: rec.Published,
 }
 """The message of each kind of record; docs/operate/durability.md explains each kind."""
 
@@ -81,10 +84,10 @@ def read_record(kind: int, body: bytes) -> tuple[Record, list[bytes]]:
         raise ValueError(f"a record of kind {kind} cannot be read") from error
 
 
-def read_update(messages: Sequence[bytes], span: Span) -> SparseSlice | None:
-    """Decode the entries of a push over a shard's span; raises :class:`~pscore.wire.errors.Rejected`."""
+def read_update(messages: Sequence[bytes], span: Span, dtype: torch.dtype) -> SparseSlice | None:
+    """Decode the entries of a push over a shard's span, fp32 or words; raises :class:`~pscore.wire.errors.Rejected`."""
     pushed = map(pb.PushSparseRequest.FromString, messages)
-    _, entries, _ = read_all(read_push(lambda header: span), pushed)
+    _, entries, _ = read_all(read_push(lambda header: (span, dtype)), pushed)
     return entries
 
 

@@ -13,6 +13,7 @@ from pscore.model.layout import ModelLayout
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.messages import share_from_messages
 from psservice.data_leases.dataset import Datasets, Plan, SampleRequest
+from psservice.feed.feed_shard import FeedShard
 from psservice.model.buffers import BufferAverage
 from psservice.model.parameters import GroupDecision, ModelShard
 from psservice.model.training_mode import TrainingMode
@@ -82,7 +83,8 @@ class ShardState:
 
     def _push(self, record: rec.Pushed, update: SparseSlice | None) -> PushAnswer:
         model, identity = self._model(), identity_of(record.worker)
-        if (record.generation, record.version) != (model.generation, model.version + 1):
+        base = record.base_version if model.mode.is_feed else model.version
+        if (record.generation, record.version) != (model.generation, base + 1) or base < model.version:
             raise ValueError(
                 f"it is version {record.version} of generation {record.generation}, and follows version "
                 f"{model.version} of {model.generation}"
@@ -133,6 +135,12 @@ class ShardState:
             raise ValueError(f"a round that makes version {record.version} follows version {model.version}")
         model.close_round()
 
+    def _publish(self, record: rec.Published) -> None:
+        model = self._model()
+        if not isinstance(model, FeedShard) or record.version != model.staged.version:
+            raise ValueError(f"version {record.version} of a feed is not staged")
+        model.publish()
+
     def _decide_groups(self, record: rec.GroupDecided) -> None:
         worker = record.worker
         self._model().decide(_GROUPS[record.kind], worker.worker_id, worker.incarnation, record.iteration)
@@ -172,6 +180,7 @@ _APPLY: Mapping[type, Callable[[ShardState, Any], None]] = {
     rec.RunNamed: ShardState._name_run,
     rec.Finished: ShardState._finish,
     rec.RoundClosed: ShardState._close_round,
+    rec.Published: ShardState._publish,
     rec.GroupDecided: ShardState._decide_groups,
     rec.Known: ShardState._know,
     rec.SamplesLeased: ShardState._lease_samples,

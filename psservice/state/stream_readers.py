@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
 
+import torch
 from google.protobuf.message import Message
 
 from pscore.model.layout import Span
@@ -54,23 +55,23 @@ def require_end(request: Message | None) -> None:
 
 
 def read_push(
-    accept: Callable[[pb.PushHeader], Span],
+    accept: Callable[[pb.PushHeader], tuple[Span, torch.dtype]],
     clock: Callable[[], int] = time.perf_counter_ns,
     values: Callable[[], Sequence[memoryview]] = tuple,
 ) -> Reading[pb.PushSparseRequest, tuple[pb.PushHeader, SparseSlice | None, list[int]]]:
     """Read a whole push: its groups in any order, each ascending inside its own span.
 
-    ``accept`` checks the header and returns the shard's span; ``clock`` tells when the message that is being read has
-    arrived, ``values`` its value bytes that are not in the message itself. Returns the header, the entries over the
-    shard's span (``None``: there are none), and when each group was whole, nanoseconds after the header. Raises
-    :class:`Rejected` if the stream breaks the form, or is cut (``BAD_COMMIT``).
+    ``accept`` checks the header and returns the shard's span, and the dtype of its values. ``clock`` tells when the
+    message that is being read has arrived, ``values`` its value bytes that are not in the message itself. Returns the
+    header, the entries over the shard's span (``None``: there are none), and when each group was whole, nanoseconds
+    after the header. Raises :class:`Rejected` if the stream breaks the form, or is cut (``BAD_COMMIT``).
     """
     request = yield
     header: pb.PushHeader = header_of(request, "a push")
-    span = accept(header)
+    span, dtype = accept(header)
     plan = plan_of(header, span)
     checksum, started = Checksum(), clock()
-    readers = [ChunkReader(group, checksum, origin=span.start) for group in plan]
+    readers = [ChunkReader(group, checksum, origin=span.start, dtype=dtype) for group in plan]
     arrivals = [0] * len(plan)
     while request is not None:
         found = values()

@@ -42,6 +42,7 @@ LAYOUT = ModelLayout(
     (TensorSpec("weight", (40, 50), torch.float32), TensorSpec("half", (500,), torch.bfloat16)),
     (TensorSpec("mean", (3,), torch.float32), TensorSpec("count", (), torch.int64)),
 )
+FEED = ModelLayout((TensorSpec("half", (2000,), torch.bfloat16), TensorSpec("wide", (125,), torch.int64)), word_bytes=2)
 MOST_ANSWERS = 100
 
 
@@ -101,8 +102,9 @@ def _read(shard: Shard, reading: Any, call: Call, requests: list[Any]) -> Any:
 class Service:
     """A server's handlers over one engine with a model and a worker, and the messages that it would obey."""
 
-    def __init__(self, **settings: object) -> None:
-        """Join and upload."""
+    def __init__(self, layout: ModelLayout = LAYOUT, **settings: object) -> None:
+        """Join and upload; with a layout of words, as the publisher of a feed."""
+        self.layout = layout
         values = {"lease_seconds": 3600.0, "run_id": "fuzz", **settings}
         self.engine = open_shard(ServerSettings.model_validate(values), torch.device("cpu"), Metrics())
         operators = OperatorCalls(self.engine, lambda: 0, lambda: None, lambda: None)
@@ -110,16 +112,17 @@ class Service:
         self.handlers = {rpc: handler for each in calls for rpc, handler in handlers_of(each).items()}
         self.identity = pb.WorkerIdentity(run_id="fuzz", worker_id="anna", incarnation="1")
         self.step = 0
-        self.span = Span(0, LAYOUT.size)
+        self.span, self.buffers = Span(0, layout.size), b"" if layout.word_bytes else bytes(20)
         join = self.call("Join", [self.join()])[0]
         self.generation = join.generation
-        values_ = torch.randn(LAYOUT.size, generator=torch.Generator().manual_seed(1))
+        values_ = torch.randn(layout.size, generator=torch.Generator().manual_seed(1)).to(layout.value_dtype)
         upload = [pb.UploadModelRequest(header=self.upload_header(join.generation))]
         checksum = frames.Checksum()
         for chunk, _ in frames.encode(SparseSlice(self.span, None, values_), chunk_bytes=1 << 20):
             checksum.add(chunk)
             upload.append(pb.UploadModelRequest(chunk=chunk))
-        upload.append(pb.UploadModelRequest(buffers=pb.BytesChunk(data=bytes(20))))
+        if self.buffers:
+            upload.append(pb.UploadModelRequest(buffers=pb.BytesChunk(data=self.buffers)))
         upload.append(pb.UploadModelRequest(commit=checksum.commit()))
         self.upload = upload
         self.call("UploadModel", upload)
@@ -130,28 +133,28 @@ class Service:
             identity=self.identity,
             protocol_version=PROTOCOL_VERSION,
             method="dgs",
-            method_settings={"momentum": "0.7"},
-            layout=layout_to_message(LAYOUT),
+            method_settings={"update": "assign"} if self.layout.word_bytes else {"momentum": "0.7"},
+            layout=layout_to_message(self.layout),
             num_shards=1,
         )
 
     def upload_header(self, generation: int) -> pb.UploadHeader:
         """Return the header of an upload."""
-        return pb.UploadHeader(identity=self.identity, generation=generation, buffer_bytes=20)
+        return pb.UploadHeader(identity=self.identity, generation=generation, buffer_bytes=len(self.buffers))
 
     def push(self, chance: random.Random) -> list[pb.PushSparseRequest]:
         """Return a push that would be applied."""
         self.step += 1
         count = chance.randrange(1, 60)
-        offsets = torch.tensor(sorted(chance.sample(range(LAYOUT.size), count)))
-        values = torch.tensor([chance.gauss(0, 1) for _ in range(count)])
+        offsets = torch.tensor(sorted(chance.sample(range(self.layout.size), count)))
+        values = torch.tensor([chance.gauss(0, 1) for _ in range(count)]).to(self.layout.value_dtype)
         header = pb.PushHeader(
             identity=self.identity,
             step=self.step,
             generation=self.generation,
-            base_version=0,
+            base_version=self.engine.require_model(None).version if self.layout.word_bytes else 0,
             samples=1,
-            plan=[pb.Group(start=0, length=LAYOUT.size)],
+            plan=[pb.Group(start=0, length=self.layout.size)],
             finished=[pb.FinishedSamples(dataset="train", ranges=[pb.SampleRange(start=7 * self.step, count=9)])],
         )
         messages, checksum = [pb.PushSparseRequest(header=header)], frames.Checksum()
@@ -167,7 +170,7 @@ class Service:
         dtype = chance.choice((None, torch.bfloat16))
         self.engine.cuts.ask(dtype)
         self.engine.cuts.make_if_due()
-        cut, middle = self.engine.cuts.newest, chance.randrange(1, LAYOUT.size)
+        cut, middle = self.engine.cuts.newest, chance.randrange(1, self.layout.size)
         found = cut.shards[dtype][0] if cut is not None and dtype in cut.shards else None
         return pb.ReadCutRequest(
             reader_type=type_to_message(dtype),
@@ -175,7 +178,7 @@ class Service:
             version=pb.ShardVersion(**found._asdict()) if found else None,
             held=[
                 pb.HeldPart(end=middle, has_version=True, version=chance.randrange(self.step + 1)),
-                pb.HeldPart(end=LAYOUT.size),
+                pb.HeldPart(end=self.layout.size),
             ],
         )
 
@@ -201,6 +204,9 @@ class Service:
                 pb.ExchangeBuffersRequest(buffers=pb.BytesChunk(data=bytes(20))),
             ],
             "WaitForAll": lambda: [pb.WaitForAllRequest(identity=identity, number=chance.randrange(1, 4))],
+            "Publish": lambda: [
+                pb.PublishRequest(identity=identity, generation=self.generation, version=self.next_version(chance))
+            ],
             "LeaseSamples": lambda: [
                 pb.LeaseSamplesRequest(
                     identity=identity,
@@ -231,6 +237,10 @@ class Service:
             "EvictWorker": lambda: [pb.EvictWorkerRequest(worker_id="bert", ban_seconds=1.0)],
         }
         return calls[rpc]()
+
+    def next_version(self, chance: random.Random) -> int:
+        """Return the version of a feed that can be published, mostly, or any other."""
+        return self.engine.require_model(None).version + chance.choice((0, 1, 1, 1, 2)) or 1
 
     def call(self, rpc: str, requests: list[Any]) -> list[Any]:
         """Make a call; raises :class:`Ended` where it is refused."""
@@ -283,8 +293,8 @@ def changed(rpc: str, requests: list[Any], others: list[pb.Chunk], chance: rando
     return new if RULES[rpc].in_parts else new[:1] or requests[:1]
 
 
-def campaign(inputs: int, seed: int, **settings: object) -> Counter[str]:
-    """Make so many calls; return how many ended how.
+def campaign(inputs: int, seed: int, layout: ModelLayout = LAYOUT, **settings: object) -> Counter[str]:
+    """Make so many calls to a run with a layout; return how many ended how.
 
     Raises:
         AssertionError: one ended with an internal error, or changed what it must not.
@@ -293,26 +303,30 @@ def campaign(inputs: int, seed: int, **settings: object) -> Counter[str]:
     others = good_chunks()
     outcomes: Counter[str] = Counter()
     rpcs = [method.name for method in SERVICE.methods] + 12 * ["PushSparse"]
-    service = Service(**settings)
+    if layout.word_bytes:
+        rpcs += 6 * ["Publish"]
+    service = Service(layout, **settings)
     try:
         for number in range(inputs):
             if not service.usable:  # a changed call was obeyed, and ended the run, or used all steps up
                 service.close()
-                service = _again(number, settings)
+                service = _again(number, layout, settings)
             rpc = chance.choice(rpcs)
             requests = changed(rpc, service.good(rpc, chance), others, chance)
             outcomes[_try(service, rpc, requests, number)] += 1
             if number % 50 == 49 and service.usable:  # it still serves whom it should
                 good = service.push(chance)
-                assert service.call("PushSparse", list(good))[0].version == service.engine.require_model(None).version
+                answer = service.call("PushSparse", list(good))[0]
+                model = service.engine.require_model(None)
+                assert answer.version == model.version + bool(layout.word_bytes)
     finally:
         service.close()
     return outcomes
 
 
-def _again(number: int, settings: dict[str, object]) -> Service:
+def _again(number: int, layout: ModelLayout, settings: dict[str, object]) -> Service:
     directory = settings.get("data_dir")
-    return Service(**(settings | ({"data_dir": f"{directory}/{number}"} if directory else {})))
+    return Service(layout, **(settings | ({"data_dir": f"{directory}/{number}"} if directory else {})))
 
 
 def _try(service: Service, rpc: str, requests: list[Any], number: int) -> str:
@@ -325,11 +339,13 @@ def _try(service: Service, rpc: str, requests: list[Any], number: int) -> str:
         outcome = ended.code.name
     assert outcome != "INTERNAL", f"input {number}, {rpc}: {requests}"
     now = service.engine.require_model(None)
-    same = now is model and torch.equal(model.theta.view(torch.int32), before.view(torch.int32))
+    same = now is model and torch.equal(model.theta.view(torch.uint8), before.view(torch.uint8))
     if outcome == "obeyed" and rpc in ("RestoreModel", "UploadModel"):  # what was changed may still make sense
         assert now.generation != model.generation or same
         service.generation = now.generation
-    elif outcome != "obeyed" or rpc != "PushSparse":
+    elif outcome == "obeyed" and rpc == "Publish":
+        assert now.version in (version, version + 1)
+    elif outcome != "obeyed" or rpc != "PushSparse" or model.mode.is_feed:
         assert same, f"input {number} has changed the parameters: {outcome}, {rpc}: {requests}"
         assert now.version == version
     else:

@@ -93,6 +93,8 @@ def requests_of(worker, rpc):
         return [pb.LeaseSamplesRequest(identity=identity, dataset="d", size=10, has_epoch=True, samples=1)]
     if rpc == "WaitForAll":
         return [pb.WaitForAllRequest(identity=identity, number=1)]
+    if rpc == "Publish":
+        return [pb.PublishRequest(identity=identity, generation=generation, version=1)]
     if rpc == "FollowRun":
         return [pb.FollowRunRequest(num_shards=1)]
     if rpc == "AwaitCut":

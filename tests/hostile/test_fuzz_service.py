@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.hostile.service import campaign
+from tests.hostile.service import FEED, campaign
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -11,3 +11,11 @@ def test_changed_calls_are_refused_in_the_protocols_words_or_obeyed(durable, tmp
     assert outcomes["INVALID_ARGUMENT"] > 300
     assert outcomes["obeyed"] > 30
     assert outcomes["FAILED_PRECONDITION"]
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_changed_calls_to_a_feed_are_refused_in_the_protocols_words_or_obeyed(durable, tmp_path):
+    outcomes = campaign(1500, int(durable), FEED, **({"data_dir": tmp_path} if durable else {}))
+    assert outcomes["INVALID_ARGUMENT"] > 300
+    assert outcomes["obeyed"] > 30
+    assert outcomes["ABORTED"]

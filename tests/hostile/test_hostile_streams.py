@@ -48,7 +48,7 @@ def header_with(plan):
 
 
 def take_push(messages):
-    header, entries, arrivals = read_all(read_push(lambda header: SHARD), messages)
+    header, entries, arrivals = read_all(read_push(lambda header: (SHARD, torch.float32)), messages)
     return header, [] if entries is None else [entries], arrivals
 
 
@@ -73,7 +73,7 @@ def take_upload(messages):
 def new_upload(header):
     if header.buffer_bytes != 10:
         raise Rejected(ErrorCode.BAD_REQUEST, "the engine refuses this")
-    return Upload(Identity("anna", "1"), header.generation, SHARD, header.buffer_bytes, lambda: 0.0)
+    return Upload(Identity("anna", "1"), header.generation, SHARD, torch.float32, header.buffer_bytes, lambda: 0.0)
 
 
 STREAMS = {"push": (push_messages, take_push), "upload": (upload_messages, take_upload)}

@@ -18,6 +18,30 @@ def layouts(draw, min_tensors=1, max_tensors=8):
     return ModelLayout(tuple(TensorSpec(f"t{i}", shape, dtype) for i, (shape, dtype) in enumerate(specs)))
 
 
+WIDTHS = {
+    1: (torch.uint8, torch.bool, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int64),
+    2: (torch.bfloat16, torch.float16, torch.int16, torch.float32, torch.complex64),
+    4: (torch.float32, torch.int32, torch.float64, torch.int64, torch.complex64),
+}
+"""Dtypes whose elements are whole words of so many bytes."""
+
+
+@st.composite
+def feeds(draw):
+    """Layouts of feeds: small, in words of each width, with elements of one and of several."""
+    word_bytes = draw(st.sampled_from([*WIDTHS]))
+    specs = draw(st.lists(st.tuples(shapes, st.sampled_from(WIDTHS[word_bytes])), min_size=1, max_size=8))
+    made = (TensorSpec(f"t{i}", shape, dtype) for i, (shape, dtype) in enumerate(specs))
+    return ModelLayout(tuple(made), word_bytes=word_bytes)
+
+
+def any_words(layout, seed):
+    """Words of any bits for a whole feed."""
+    generator = torch.Generator().manual_seed(seed)
+    nbytes = layout.size * layout.word_bytes
+    return torch.randint(0, 256, (nbytes,), generator=generator, dtype=torch.uint8).view(layout.value_dtype)
+
+
 @st.composite
 def spans(draw, end):
     """A span inside [0, end]."""

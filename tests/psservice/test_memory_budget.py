@@ -281,7 +281,7 @@ def test_a_horde_of_tiny_chunks_is_refused_while_it_is_small():
     ledger = MemoryBudget(1 << 40)
     before = resident_bytes()
     with ledger.receive(limit) as charge, pytest.raises(Rejected, match="larger chunks") as refused:
-        read_all(read_push(lambda header: span), checked(received(), charge))
+        read_all(read_push(lambda header: (span, torch.float32)), checked(received(), charge))
     assert refused.value.reason is ErrorCode.BAD_REQUEST
     assert 1000 < len(kept) < 20_000
     assert resident_bytes() - before < limit  # what is charged is not less than what it takes
@@ -298,7 +298,7 @@ def test_a_false_count_is_refused_for_what_it_is():
     chunk = pb.Chunk(length=10, count=(1 << 32) - 1, index_codec=1, value_codec=1, values=b"")
     header = pb.UploadHeader(identity=IDENTITY, generation=1)
     messages = [pb.UploadModelRequest(header=header), pb.UploadModelRequest(chunk=chunk)]
-    reading = read_upload(lambda header: Upload(Identity("anna", "1"), 1, Span(0, 10), 0, lambda: 0.0))
+    reading = read_upload(lambda header: Upload(Identity("anna", "1"), 1, Span(0, 10), torch.float32, 0, lambda: 0.0))
     with MemoryBudget(1 << 30).receive(1 << 20) as charge, pytest.raises(Rejected) as refused:
         read_all(reading, checked(messages, charge, "UploadModel"))
     assert refused.value.reason is ErrorCode.BAD_CHUNK

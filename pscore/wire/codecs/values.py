@@ -2,10 +2,13 @@
 
 FP32, FP16, BF16: floating-point numbers, little-endian, rounded to nearest even.
 INT8, INT4: :mod:`pscore.wire.codecs.bounded`.
+WORD8, WORD16, WORD32: the words of a feed, bits of which nothing is known; these alone are not read as fp32.
 SIGN_MEAN: one bit a value and one mean magnitude a block (sparse ternary compression, Sattler et al. 2019). The fp32
 means come first; then a bit a value, set for negative ones. Every value of a block is read as plus or minus the mean,
 a zero too, so another codec suits a dense tensor of many zeros better.
 """
+
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,6 +68,16 @@ def _widen_bf16(bits: NDArray[np.uint16]) -> Values:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
+def _words(name: str, dtype: Any) -> ValueFormat:
+    def write(words: Values) -> tuple[bytes, Values]:
+        return words.tobytes(), words
+
+    def read(data: bytes, count: int) -> Values:
+        return np.frombuffer(data, dtype, count).copy()
+
+    return ValueFormat(name, 8 * np.dtype(dtype).itemsize, False, write, read)
+
+
 def _write_signs(values: Values) -> tuple[bytes, Values]:
     starts, signs = np.arange(0, values.size, _SIGN_BLOCK), np.signbit(values)
     if not starts.size:
@@ -101,27 +114,44 @@ VALUE_FORMATS: dict[int, ValueFormat] = {
     pb.VALUE_CODEC_SIGN_MEAN: ValueFormat("sign_mean", 1, False, _write_signs, _read_signs, _SIGN_BLOCK, 4),
 }
 
+WORD_FORMATS: dict[int, ValueFormat] = {
+    pb.VALUE_CODEC_WORD8: _words("word8", np.uint8),
+    pb.VALUE_CODEC_WORD16: _words("word16", "<i2"),
+    pb.VALUE_CODEC_WORD32: _words("word32", "<i4"),
+}
+"""The codecs of the words of feeds, uint8, int16 and int32."""
+
 CODEC_OF_DTYPE: dict[torch.dtype, int] = {
     torch.float32: pb.VALUE_CODEC_FP32,
     torch.float16: pb.VALUE_CODEC_FP16,
     torch.bfloat16: pb.VALUE_CODEC_BF16,
+    torch.uint8: pb.VALUE_CODEC_WORD8,
+    torch.int16: pb.VALUE_CODEC_WORD16,
+    torch.int32: pb.VALUE_CODEC_WORD32,
 }
 """The codec that writes each dtype exactly."""
 
 
 def host_values(values: torch.Tensor) -> Values:
-    """Return fp32, fp16 or bf16 values as fp32 on the host, exactly; fp32 ones there already share their memory.
+    """Return fp32, fp16 or bf16 values as fp32 on the host, exactly; fp32 and words there already share their memory.
 
     In numpy: for many values torch would start a pool of threads for each thread that calls it.
     """
     tensor = values.detach().cpu()
     if tensor.dtype == torch.bfloat16:
         return _widen_bf16(tensor.contiguous().view(torch.uint16).numpy())
-    return tensor.numpy().astype("float32", copy=False)
+    return tensor.numpy().astype("float32", copy=False) if tensor.is_floating_point() else tensor.numpy()
 
 
-def decode_values(codec: int, data: bytes, count: int) -> Values:
-    """Read ``count`` finite values as fp32; raises :class:`Rejected`."""
-    if codec not in VALUE_FORMATS:
-        raise Rejected(ErrorCode.UNKNOWN_CODEC, f"value codec {codec} is not known")
+def format_of(codec: int) -> ValueFormat:
+    """Return a codec of values or words by its number."""
+    return VALUE_FORMATS[codec] if codec in VALUE_FORMATS else WORD_FORMATS[codec]
+
+
+def decode_values(codec: int, data: bytes, count: int, dtype: torch.dtype = torch.float32) -> Values:
+    """Read ``count`` finite values as fp32, or words of a feed as their ``dtype``; raises :class:`Rejected`."""
+    if dtype != torch.float32 and codec == CODEC_OF_DTYPE[dtype]:
+        return WORD_FORMATS[codec].decode(data, count)
+    if dtype != torch.float32 or codec not in VALUE_FORMATS:
+        raise Rejected(ErrorCode.UNKNOWN_CODEC, f"value codec {codec} is not known here")
     return VALUE_FORMATS[codec].decode(data, count)

@@ -82,6 +82,12 @@ class _ValueCodecEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ValueCodec
     """Sign, and one mean magnitude a block (STC)."""
     VALUE_CODEC_RESIDUE: _ValueCodec.ValueType  # 7
     """The lowest bits of 16-bit words in their order, which the receiver completes from its own; in ReadCut only."""
+    VALUE_CODEC_WORD8: _ValueCodec.ValueType  # 8
+    """Words of one byte, of a feed."""
+    VALUE_CODEC_WORD16: _ValueCodec.ValueType  # 9
+    """Words of two bytes, of a feed, little-endian."""
+    VALUE_CODEC_WORD32: _ValueCodec.ValueType  # 10
+    """Words of four bytes, of a feed, little-endian."""
 
 class ValueCodec(_ValueCodec, metaclass=_ValueCodecEnumTypeWrapper):
     """How the values of a chunk are written."""
@@ -102,6 +108,12 @@ VALUE_CODEC_SIGN_MEAN: ValueCodec.ValueType  # 6
 """Sign, and one mean magnitude a block (STC)."""
 VALUE_CODEC_RESIDUE: ValueCodec.ValueType  # 7
 """The lowest bits of 16-bit words in their order, which the receiver completes from its own; in ReadCut only."""
+VALUE_CODEC_WORD8: ValueCodec.ValueType  # 8
+"""Words of one byte, of a feed."""
+VALUE_CODEC_WORD16: ValueCodec.ValueType  # 9
+"""Words of two bytes, of a feed, little-endian."""
+VALUE_CODEC_WORD32: ValueCodec.ValueType  # 10
+"""Words of four bytes, of a feed, little-endian."""
 Global___ValueCodec: _TypeAlias = ValueCodec  # noqa: Y015
 
 class _DataType:
@@ -612,8 +624,11 @@ class ModelLayout(_message.Message):
     BUFFERS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     FROZEN_FIELD_NUMBER: _builtins.int
+    WORD_BYTES_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.bytes
     """SHA-256 over kind, name, sizes and data type of each tensor; docs/reference/writing-a-client.md has its bytes."""
+    word_bytes: _builtins.int
+    """Of a feed: the bytes of the words, 1, 2 or 4, as which its tensors, of any data type, are laid out. 0 for a model that is trained."""
     @_builtins.property
     def parameters(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
         """Parameters, in named_parameters() order; with the buffers and the frozen ones at most 65,536, and as many aliases."""
@@ -633,10 +648,11 @@ class ModelLayout(_message.Message):
         buffers: _abc.Iterable[Global___TensorSpec] | None = ...,
         fingerprint: _builtins.bytes = ...,
         frozen: _abc.Iterable[Global___FrozenTensor] | None = ...,
+        word_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffers", b"buffers", "fingerprint", b"fingerprint", "frozen", b"frozen", "parameters", b"parameters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffers", b"buffers", "fingerprint", b"fingerprint", "frozen", b"frozen", "parameters", b"parameters", "word_bytes", b"word_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1150,6 +1166,7 @@ class RunNews(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     CUT_FIELD_NUMBER: _builtins.int
     READER_TYPES_FIELD_NUMBER: _builtins.int
+    PUBLISHED_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run's id."""
     run_state: Global___RunState.ValueType
@@ -1162,6 +1179,8 @@ class RunNews(_message.Message):
     """The generation of shard 0's model, another one after a restore: an end of this one is over then."""
     cut: _builtins.int
     """The cut that every shard is to take part in: of its values now; 0 if there are no readers."""
+    published: _builtins.int
+    """Of a feed: the version that is published, which a shard that has staged it publishes too; 0 for a model that is trained."""
     @_builtins.property
     def last_worker(self) -> Global___WorkerIdentity:
         """The worker whose push has ended the run; unset if none has."""
@@ -1186,10 +1205,11 @@ class RunNews(_message.Message):
         generation: _builtins.int = ...,
         cut: _builtins.int = ...,
         reader_types: _abc.Iterable[Global___DataType.ValueType] | None = ...,
+        published: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_worker", b"last_worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "cut", b"cut", "generation", b"generation", "last_step", b"last_step", "last_worker", b"last_worker", "reader_types", b"reader_types", "run_id", b"run_id", "run_state", b"run_state", "workers_without_samples", b"workers_without_samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "cut", b"cut", "generation", b"generation", "last_step", b"last_step", "last_worker", b"last_worker", "published", b"published", "reader_types", b"reader_types", "run_id", b"run_id", "run_state", b"run_state", "workers_without_samples", b"workers_without_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2645,6 +2665,60 @@ class WaitForAllResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WaitForAllResponse: _TypeAlias = WaitForAllResponse  # noqa: Y015
+
+@_typing.final
+class PublishRequest(_message.Message):
+    """Publishes what the caller's last push has staged on every shard."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """Generation of shard 0's part of the feed."""
+    version: _builtins.int
+    """The version, as every shard has answered the push."""
+    @_builtins.property
+    def identity(self) -> Global___WorkerIdentity:
+        """Who publishes."""
+
+    def __init__(
+        self,
+        *,
+        identity: Global___WorkerIdentity | None = ...,
+        generation: _builtins.int = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "identity", b"identity", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PublishRequest: _TypeAlias = PublishRequest  # noqa: Y015
+
+@_typing.final
+class PublishResponse(_message.Message):
+    """The version is published: it is durable, and readers get it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """The newest version."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PublishResponse: _TypeAlias = PublishResponse  # noqa: Y015
 
 @_typing.final
 class GetStatusRequest(_message.Message):

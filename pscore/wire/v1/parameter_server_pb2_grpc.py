@@ -100,6 +100,11 @@ class ParameterServerServiceStub(object):
                 request_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.WaitForAllRequest.SerializeToString,
                 response_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.WaitForAllResponse.FromString,
                 _registered_method=True)
+        self.Publish = channel.unary_unary(
+                '/sparseps.v1.ParameterServerService/Publish',
+                request_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.PublishRequest.SerializeToString,
+                response_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.PublishResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/sparseps.v1.ParameterServerService/GetStatus',
                 request_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.GetStatusRequest.SerializeToString,
@@ -241,6 +246,13 @@ class ParameterServerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Publish(self, request, context):
+        """Publishes a version of a feed that every shard has staged, by a push. Shard 0 only. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Reports versions, workers, bytes.
         """
@@ -364,6 +376,11 @@ def add_ParameterServerServiceServicer_to_server(servicer, server):
                     servicer.WaitForAll,
                     request_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.WaitForAllRequest.FromString,
                     response_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.WaitForAllResponse.SerializeToString,
+            ),
+            'Publish': grpc.unary_unary_rpc_method_handler(
+                    servicer.Publish,
+                    request_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.PublishRequest.FromString,
+                    response_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.PublishResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -758,6 +775,33 @@ class ParameterServerService(object):
             '/sparseps.v1.ParameterServerService/WaitForAll',
             pscore_dot_wire_dot_v1_dot_parameter__server__pb2.WaitForAllRequest.SerializeToString,
             pscore_dot_wire_dot_v1_dot_parameter__server__pb2.WaitForAllResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Publish(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sparseps.v1.ParameterServerService/Publish',
+            pscore_dot_wire_dot_v1_dot_parameter__server__pb2.PublishRequest.SerializeToString,
+            pscore_dot_wire_dot_v1_dot_parameter__server__pb2.PublishResponse.FromString,
             options,
             channel_credentials,
             insecure,

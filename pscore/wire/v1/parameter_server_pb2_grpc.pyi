@@ -74,6 +74,8 @@ class ParameterServerServiceStub:
     """Says that a worker is through, and answers when every live worker is, or after a time. Shard 0 answers for the run; at
     the other shards it says only that rounds need not wait for this worker.
     """
+    Publish: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.PublishRequest, _parameter_server_pb2.PublishResponse]
+    """Publishes a version of a feed that every shard has staged, by a push. Shard 0 only. Idempotent."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.GetStatusRequest, _parameter_server_pb2.GetStatusResponse]
     """Reports versions, workers, bytes."""
     FinishRun: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.FinishRunRequest, _parameter_server_pb2.FinishRunResponse]
@@ -130,6 +132,8 @@ class ParameterServerServiceAsyncStub(ParameterServerServiceStub):
     """Says that a worker is through, and answers when every live worker is, or after a time. Shard 0 answers for the run; at
     the other shards it says only that rounds need not wait for this worker.
     """
+    Publish: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.PublishRequest, _parameter_server_pb2.PublishResponse]  # type: ignore[assignment]
+    """Publishes a version of a feed that every shard has staged, by a push. Shard 0 only. Idempotent."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.GetStatusRequest, _parameter_server_pb2.GetStatusResponse]  # type: ignore[assignment]
     """Reports versions, workers, bytes."""
     FinishRun: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.FinishRunRequest, _parameter_server_pb2.FinishRunResponse]  # type: ignore[assignment]
@@ -261,6 +265,14 @@ class ParameterServerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Says that a worker is through, and answers when every live worker is, or after a time. Shard 0 answers for the run; at
         the other shards it says only that rounds need not wait for this worker.
         """
+
+    @_abc_1.abstractmethod
+    def Publish(
+        self,
+        request: _parameter_server_pb2.PublishRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_parameter_server_pb2.PublishResponse, _abc.Awaitable[_parameter_server_pb2.PublishResponse]]:
+        """Publishes a version of a feed that every shard has staged, by a push. Shard 0 only. Idempotent."""
 
     @_abc_1.abstractmethod
     def GetStatus(

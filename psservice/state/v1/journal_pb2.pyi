@@ -380,6 +380,28 @@ class RoundClosed(_message.Message):
 Global___RoundClosed: _TypeAlias = RoundClosed  # noqa: Y015
 
 @_typing.final
+class Published(_message.Message):
+    """The staged version of a feed becomes the one that readers get."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """The version."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Published: _TypeAlias = Published  # noqa: Y015
+
+@_typing.final
 class GroupDecided(_message.Message):
     """A decision of WAGMA's groups."""
 

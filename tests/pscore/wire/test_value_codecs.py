@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from pscore.wire.codecs.bounded import BLOCK
 from pscore.wire.codecs.format import MAX_ENTRIES
 from pscore.wire.codecs.names import VALUE_CODECS
-from pscore.wire.codecs.values import CODEC_OF_DTYPE, VALUE_FORMATS, decode_values, host_values
+from pscore.wire.codecs.values import (
+    CODEC_OF_DTYPE,
+    VALUE_FORMATS,
+    WORD_FORMATS,
+    decode_values,
+    format_of,
+    host_values,
+)
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.pscore import bounded_reference
@@ -40,8 +47,11 @@ def value_arrays(draw):
 
 def test_every_codec_of_the_protocol_is_registered_by_its_name():
     needs_own_values = {pb.VALUE_CODEC_RESIDUE}  # test_residue.py
-    assert {*VALUE_FORMATS} == {*pb.ValueCodec.values()} - {pb.VALUE_CODEC_UNSPECIFIED} - needs_own_values
-    for codec, value_format in VALUE_FORMATS.items():
+    named = {*pb.ValueCodec.values()} - {pb.VALUE_CODEC_UNSPECIFIED} - needs_own_values
+    assert {*VALUE_FORMATS} | {*WORD_FORMATS} == named
+    assert not {*VALUE_FORMATS} & {*WORD_FORMATS}
+    for codec, value_format in (VALUE_FORMATS | WORD_FORMATS).items():
+        assert format_of(codec) is value_format
         assert pb.ValueCodec.Name(codec) == f"VALUE_CODEC_{value_format.name.upper()}"
 
 
@@ -144,14 +154,14 @@ def test_the_error_on_what_selection_leaves_over_stays_below_the_documented_one(
 @many
 def test_the_codec_of_a_dtype_is_exact_for_it(dtype, seed, count):
     generator = torch.Generator().manual_seed(seed)
-    whole = torch.int32 if dtype == torch.float32 else torch.int16
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
     limits = torch.iinfo(whole)
     values = torch.randint(limits.min, limits.max, (count,), generator=generator, dtype=whole).view(dtype)
     values = values[values.isfinite()]
-    codec = CODEC_OF_DTYPE[dtype]
-    data, _ = VALUE_FORMATS[codec].encode(host_values(values))
+    codec, read = CODEC_OF_DTYPE[dtype], torch.float32 if dtype.is_floating_point else dtype
+    data, _ = format_of(codec).encode(host_values(values))
     assert len(data) == values.numel() * dtype.itemsize
-    back = torch.from_numpy(decode_values(codec, data, values.numel())).to(dtype)
+    back = torch.from_numpy(decode_values(codec, data, values.numel(), read)).to(dtype)
     assert torch.equal(back.view(whole), values.view(whole))
 
 

@@ -6,6 +6,7 @@ import torch
 from pscore.wire.errors import ErrorCode
 from psservice.cuts.cuts import Cuts, ShardVersion
 from psservice.shard.following import follow, news_of
+from tests.psservice.feed_makers import changes, feeding, publish_at, stage, whole, words
 from tests.psservice.service_makers import F32, layout_of
 from tests.psservice.shard_makers import Clock, push, reason_of, serving, serving_shards
 from tests.system.tools import wait_until
@@ -186,6 +187,58 @@ def wait_for_cut(shard, version):
     """The newest cut once it is of a version, for readers of bfloat16; the thread of cuts makes it."""
     wait_until(lambda: shard.cuts.newest is not None and shard.cuts.newest.version == version)
     return shard.cuts.newest
+
+
+def stage_everywhere(shards, step, base):
+    for shard in shards:
+        stage(shard, step, changes(shard.span, {step: step}), base)
+
+
+def test_a_cut_of_a_feed_whose_shards_have_different_versions_is_never_named():
+    with feeding(2, cut_seconds=1e-9) as shards:
+        zero, other = shards
+        clock = zero.cuts._clock = Clock()
+        make(zero)
+        first = hear(shards)
+        assert versions(first) == [0, 0]
+        stage_everywhere(shards, 1, 0)
+        publish_at(zero, 1)
+        make(zero)
+        wanted, mine = zero.cuts.wanted, other.cuts.own()[1]
+        zero.cuts.hear(1, wanted.number, mine)  # before the other shard has heard of the version
+        assert zero.cuts.newest is first
+        follow(other, news_of(zero))
+        for _ in range(2):  # it is tried again at once
+            clock.now += 1e-6
+            make(zero)
+            newest = hear(shards)
+        assert versions(newest) == [1, 1]
+        for shard, version in zip(shards, newest.shards[None], strict=True):
+            assert shard.cuts.find(version).views[None].digest == version.digest
+
+
+def test_a_feed_of_which_a_shard_lacks_a_version_is_read_at_the_one_before_until_the_next():
+    with feeding(2, cut_seconds=1e-9) as shards:
+        zero, other = shards
+        clock = zero.cuts._clock = Clock()
+        make(zero)
+        first = hear(shards)
+        stage(zero, 1, changes(zero.span, {1: 1}), 0)
+        publish_at(zero, 1)
+        for _ in range(4):
+            clock.now += 1.0
+            make(zero)
+            assert hear(shards) is first
+        assert (zero.model.version, other.model.version) == (1, 0)
+        for shard in shards:
+            stage(shard, 2, whole(shard.span, words(5)), 1)
+        publish_at(zero, 2)
+        follow(other, news_of(zero))
+        for _ in range(2):
+            clock.now += 1.0
+            make(zero)
+            newest = hear(shards)
+        assert versions(newest) == [2, 2]
 
 
 def test_a_type_that_nobody_asks_for_any_more_is_dropped(no_thread):

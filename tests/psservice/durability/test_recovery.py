@@ -88,7 +88,7 @@ def stream(shard, step, segment, who=ANNA, base=0, samples=1, codec=None, learni
 def send(shard, step, segment, who=ANNA, **options):
     """Push over a stream; return the answer and whether it was a repeat."""
     messages = stream(shard, step, segment, who, **options)
-    header, entries, _ = read_all(read_push(lambda opened: shard.span), messages)
+    header, entries, _ = read_all(read_push(lambda opened: (shard.span, shard.value_dtype)), messages)
     answer = shard.apply_thread.run(
         prepare_push(shard, header, entries, [message.SerializeToString() for message in messages])
     )

@@ -94,7 +94,7 @@ def named(rpc, worker_id):
     if "identity" not in holder.DESCRIPTOR.fields_by_name:
         return None
     holder.identity.CopyFrom(pb.WorkerIdentity(worker_id=worker_id, incarnation="1"))
-    for field, value in (("method", "dgs"), ("step", 1), ("size", 1), ("number", 1)):
+    for field, value in (("method", "dgs"), ("step", 1), ("size", 1), ("number", 1), ("version", 1)):
         if field in holder.DESCRIPTOR.fields_by_name:
             setattr(holder, field, value)
     return message

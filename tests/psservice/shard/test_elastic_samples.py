@@ -42,7 +42,7 @@ def finish(shard, step, share, who=ANNA):
     """Push nothing but that samples are finished, as a stream that the journal keeps."""
     messages = stream(shard, step, None, who, base=shard.model.version)
     messages[0].header.finished.add(dataset="train", ranges=share_to_messages(share))
-    header, entries, _ = read_all(read_push(lambda opened: shard.span), messages)
+    header, entries, _ = read_all(read_push(lambda opened: (shard.span, shard.value_dtype)), messages)
     raw = [message.SerializeToString() for message in messages]
     answer = shard.apply_thread.run(prepare_push(shard, header, entries, raw))
     shard.durability.records.wait()

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from pscore.model.buffers import pack
 from pscore.model.ranges import Ranges
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import Rejected
 from pscore.wire.messages import share_to_messages
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -26,6 +27,7 @@ from psservice.settings import ServerSettings
 from psservice.shard.buffers import exchange_buffers
 from psservice.shard.join import hear_of_shards, leave
 from psservice.shard.lifecycle import end_leases, finish, open_shard
+from psservice.shard.publication import hear, publish
 from psservice.shard.push import check_push, prepare_push
 from psservice.shard.rollback import roll_back
 from psservice.shard.samples import lease_samples
@@ -37,6 +39,7 @@ from psservice.storage.environment import Environment
 from psservice.values import Identity
 from tests.psservice.durability.memory_disk import MemoryDisk
 from tests.psservice.durability.test_recovery import LAYOUT, START, stream, values
+from tests.psservice.feed_makers import ASSIGN, FEED, words
 from tests.psservice.service_makers import bits, sparse_push
 from tests.psservice.shard_makers import join, present, pull, upload
 
@@ -50,6 +53,7 @@ MODES = {
     "groups": {"update": "average", "group_size": "2", "tau": "2", "late": "replace"},
     "RMSprop": {"update": "rmsprop", "optimizer": '{"name": "RMSprop", "options": {"lr": 0.1}}'},
     "AdamW": {"update": "torch", "optimizer": '{"name": "AdamW", "options": {"lr": 0.1}}'},
+    "feed": {"update": "assign"},
     "Nesterov": {
         "update": "delayed_nesterov",
         "optimizer": '{"name": "DelayedNesterov", "options": {"lr": 0.1, "momentum": 0.9, "every": 3}}',
@@ -77,7 +81,10 @@ class History:
         self.open()
         first = self.identity("anna")
         answer = self.join(first)
-        upload(self.shard, values(), first, answer.generation, buffers=START)
+        if self.is_feed:
+            upload(self.shard, words(), first, answer.generation)
+        else:
+            upload(self.shard, values(), first, answer.generation, buffers=START)
 
     def open(self):
         self.shard = open_shard(self.settings, torch.device("cpu"), METRICS, environment=self.environment)
@@ -110,8 +117,13 @@ class History:
     def identity(self, name):
         return Identity(name, str(self.life[name]))
 
+    @property
+    def is_feed(self):
+        return self.method_settings == ASSIGN
+
     def join(self, who):
-        return join(self.shard, LAYOUT, who, method_settings=self.method_settings)
+        layout = FEED if self.is_feed else LAYOUT
+        return join(self.shard, layout, who, method_settings=self.method_settings)
 
     def joined(self, name):
         who = self.identity(name)
@@ -123,17 +135,39 @@ class History:
         shard, who = self.shard, self.joined(name)
         draw = random.Random(seed)
         step = max(shard.state.pushes.find(who).step + 1, shard.model.first_step)
-        segment = sparse_push(shard.span, draw.choice((0.1, 0.9)), seed)
         version = shard.model.version
-        base = version if "rounds" in self.method_settings else draw.randint(max(0, version - 2), version)
+        if self.is_feed:
+            segment, base = self.publication(draw)
+        else:
+            segment = sparse_push(shard.span, draw.choice((0.1, 0.9)), seed)
+            base = version if "rounds" in self.method_settings else draw.randint(max(0, version - 2), version)
         messages = stream(shard, step, segment, who, base=base, samples=draw.choice((0, 1, 8)))
         held = shard.state.datasets["train"].held_by(who) if shard.state.datasets else {}
         if held and draw.random() < 0.5:
             messages[0].header.finished.add(dataset="train", ranges=share_to_messages(held))
         check_push(shard, who, step)
-        header, entries, _ = read_all(read_push(lambda opened: shard.span), messages)
+        header, entries, _ = read_all(read_push(lambda opened: (shard.span, shard.value_dtype)), messages)
         raw = [message.SerializeToString() for message in messages]
         shard.apply_thread.run(prepare_push(shard, header, entries, raw))
+
+    def publication(self, draw):
+        """Differences from the version, nothing, or all words, at times of versions that this shard lacks."""
+        span, version = self.shard.span, self.shard.model.version
+        kind, given = draw.choice(("changes", "nothing", "all")), words(draw.randrange(100))[span.start : span.end]
+        if kind == "all":
+            return SparseSlice(span, None, given), version + draw.choice((0, 0, 3))
+        places = torch.tensor(sorted(draw.sample(range(span.length), draw.randrange(1, 20))))
+        update = SparseSlice(span, places, given[places]) if kind == "changes" else None
+        return update, version + draw.choice((0, 0, 0, 1))  # refused, or would wait
+
+    def publish(self, name, seed):
+        """Publish what is staged, if there is something: as a call, or as news of shard 0."""
+        shard, who = self.shard, self.joined(name)
+        version = shard.model.staged.version if self.is_feed else seed
+        if seed % 2:
+            publish(shard, who, present(shard), max(1, version + seed % 4 // 3))  # 0 is beyond the call's bounds
+        elif self.is_feed:
+            hear(shard, version + seed % 4 // 2)
 
     def come_and_go(self, name, seed):
         leave(self.shard, self.identity(name))
@@ -208,10 +242,11 @@ ACTIONS = (
     "take_snapshot",
     "roll_back",
     "name_run",
+    "publish",
 )
 actions = st.lists(
     st.tuples(
-        st.sampled_from(("push", "push", "push", *ACTIONS, "pass_a_day", "end")),
+        st.sampled_from(("push", "push", "push", "publish", *ACTIONS, "pass_a_day", "end")),
         st.sampled_from(NAMES),
         st.integers(0, 10_000),
     ),

@@ -23,6 +23,7 @@ ELSEWHERE = {
     ("training.md", "Several models"): "tests/system/loops/test_other_loops.py",
     ("following.md", "A module"): "tests/system/following/test_followers.py",
     ("following.md", "A directory"): "tests/system/following/test_followers.py",
+    ("publishing.md", "Publishing a model that is trained elsewhere"): "tests/system/publishing/test_publishers.py",
     **{
         ("fine-tuning.md", name): "tests/system/loops/test_fine_tuning.py" for name in ("Trainer", "peft", "trl", "Ray")
     },

@@ -1,0 +1,324 @@
+"""The publisher of a feed: compares what it is given with what the feed has, and publishes the words that differ."""
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from psclient import settings as client_settings
+from psclient.errors import REJOIN_REASONS, ConfigurationError, ServerFaultError, from_refusal
+from psclient.executor import SerialExecutor
+from psclient.model.module import NamedBuffers
+from psclient.publisher import compare_loops
+from psclient.publisher.baseline import Baseline, Held
+from psclient.publisher.source import Source, layout_of, named, octets_of, spec_of
+from psclient.rpc.resolver import connect
+from psclient.rpc.run import Run
+from psclient.rpc.shard_stream import EncodedPart, ShardStream
+from psclient.settings import ClientSettings, Server
+from pscore.model.layout import Span, TensorSpec
+from pscore.model.sparse_slice import SparseSlice, entries
+from pscore.wire import frames
+from pscore.wire.dense import bytes_of
+from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.v1 import parameter_server_pb2 as pb
+
+log = logging.getLogger("psclient")
+
+METHOD, AGREED = "feed", {"update": "assign"}
+_NAME = "publisher"  # of the run's one worker
+_BLOCK = 1 << 20  # words that are compared at a time
+_CLOSING_SECONDS = 10.0
+
+
+class Published(NamedTuple):
+    """A version of a feed that readers get.
+
+    Attributes:
+        version: its number.
+        changed: words that differ from the version before; all of the first one, and if that is not known.
+        nbytes: that were sent.
+        seconds: that the publication took.
+    """
+
+    version: int
+    changed: int
+    nbytes: int
+    seconds: float
+
+
+class _Prepared(NamedTuple):
+    """A version that every shard has staged, and which may or may not be published."""
+
+    version: int
+    changes: Sequence[SparseSlice]
+    shards: tuple[tuple[int, int], ...]
+
+
+class Publisher:
+    """Publishes the tensors of a model that is trained elsewhere, for followers (:func:`psclient.follow`).
+
+    A feed is a server that trains nothing: its words are bits, of any data type, and are assigned. A version is
+    published as a whole: whoever dies in between, readers have this version or the one before.
+
+    >>> publisher = psclient.Publisher("ps:50051")
+    >>> publisher.publish(model)
+
+    Args:
+        server: the address of each shard, as for an optimizer.
+        feed: the run's id (``--run-id``) if the server must have this one; else any.
+        baseline: file with the words of the version that was published last, as long as the model. With it, a new
+            publisher goes on with differences; without, its first publication has all words. The system keeps as much
+            of it in memory as there is room.
+        settings: of the client; read from the environment if left out.
+
+    Raises:
+        ConfigurationError: no server is named, or the file cannot be used.
+    """
+
+    def __init__(
+        self,
+        server: Server | None = None,
+        feed: str = "",
+        *,
+        baseline: str | Path = "",
+        settings: ClientSettings | None = None,
+    ) -> None:
+        self._settings = client_settings.resolve(settings, server, _NAME)
+        if feed:
+            self._settings = self._settings.model_copy(update={"run_id": feed})
+        client_settings.require_server(self._settings)
+        self._baseline = Baseline(baseline)
+        self._run: Run | None = None
+        self._prepared: _Prepared | None = None
+        self._is_closed, self._step = False, 0
+        self._thread = SerialExecutor("psclient-publish")
+
+    def publish(self, source: Source) -> Published:
+        """Publish tensors as the next version; returns once that is durable on shard 0, and readers get it.
+
+        ``source`` has the same names, shapes and data types, in the same order, each time; the calling thread waits.
+
+        Raises:
+            ConfigurationError: the tensors are others than before, or cannot be published.
+            SparsepsError: servers that cannot be reached, or refuse. The feed then has this version or the one
+                before, and the next call finds out which.
+        """
+        if self._is_closed:
+            raise ConfigurationError("this publisher is closed; make a new one")
+        return self._thread.call(partial(self._publish, source), self._cancel)
+
+    def close(self) -> None:
+        """Leave the run. Harmless twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._run is not None:
+            self._run.set_deadline(_CLOSING_SECONDS)
+            self._thread.call(self._run.close, self._cancel)
+        self._thread.close(_CLOSING_SECONDS)
+        self._baseline.close()
+
+    def __enter__(self) -> "Publisher":
+        """Return the publisher."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+    def _cancel(self) -> None:
+        if self._run is not None:
+            self._run.cancel_unawaited()
+
+    # In the publisher's thread
+
+    def _publish(self, source: Source) -> Published:
+        began = time.perf_counter()
+        with torch.no_grad():
+            run, has_words = self._run, False  # whether the baseline has the words that are published
+            if run is None:
+                run, has_words = self._begin(source)
+                if has_words and self._has_base(run):  # it was uploaded
+                    self._note(run)
+                    size = self._baseline.layout.size
+                    return Published(run.coordinator.version, size, run.upload_bytes, time.perf_counter() - began)
+            else:
+                self._settle(run)
+            changes = None if has_words else _Again(self._differences(named(source)))
+            version, changed, nbytes = self._send(run, changes)
+        return Published(version, changed, nbytes, time.perf_counter() - began)
+
+    def _begin(self, source: Source) -> tuple[Run, bool]:
+        """Join, and upload the source if the server has nothing; return whether the baseline has the source's words."""
+        baseline, is_known = self._baseline, False
+        if isinstance(source, Iterator):  # which is read once
+            self._fill(source)
+        else:
+            layout = layout_of([spec_of(name, tensor) for name, tensor in named(source)])
+            is_known = baseline.open(layout)
+            if not is_known:
+                self._fill(source)
+        held = baseline.held
+        connections = connect(self._settings.server, self._settings.security, self._settings.connect_seconds)
+        spans = baseline.layout.shard_spans(len(connections))
+        shards = [ShardStream(each, i, spans[i], self._settings) for i, each in enumerate(connections)]
+        run = Run(shards, _NAME, baseline, NamedBuffers(()), METHOD, AGREED, self._settings, lambda: False)
+        try:
+            run.join()
+        except BaseException:
+            run.close()
+            raise
+        self._run = run
+        generations = [shard.generation for shard in shards]
+        if held is not None and (held.run_id, [each[0] for each in held.shards]) == (run.identity.run_id, generations):
+            for shard, (generation, version) in zip(shards, held.shards, strict=True):
+                shard.adopt(generation, version=version)
+        return run, not is_known
+
+    def _fill(self, source: Source) -> None:
+        """Write the source's words into the baseline."""
+        specs: list[TensorSpec] = []
+        self._baseline.begin()
+        for name, tensor in named(source):
+            specs.append(spec_of(name, tensor))
+            self._baseline.append(octets_of(tensor))
+        self._baseline.fill(layout_of(specs))
+
+    def _differences(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[SparseSlice]:
+        """Yield the words that differ from the baseline's, in order; raises :class:`ConfigurationError`."""
+        layout, words = self._baseline.layout, self._baseline.words
+        position = 0
+        for name, tensor in tensors:
+            spec = layout.parameters[position] if position < len(layout.parameters) else None
+            if spec is None or (name, tuple(tensor.shape), tensor.dtype) != (spec.name, spec.shape, spec.dtype):
+                raise ConfigurationError(
+                    f"{spec_of(name, tensor).describe()} stands where the feed has "
+                    f"{spec.describe() if spec is not None else 'nothing more'}; for another model start another feed"
+                )
+            mine, start = octets_of(tensor).view(words.dtype), layout.offsets[position]
+            for first in range(0, mine.size, _BLOCK):
+                block = mine[first : first + _BLOCK]
+                span = Span(start + first, start + first + block.size)
+                room = np.empty(block.size + 1, np.int64)
+                count = compare_loops.differing.on(block.size)(block, words[span.start : span.end], room)
+                if count:
+                    places = room[:count].copy()
+                    found = torch.from_numpy(block[places]).view(layout.value_dtype)
+                    yield SparseSlice(span, torch.from_numpy(places), found)
+            position += 1
+        if position < len(layout.parameters):
+            raise ConfigurationError(f"the source lacks {layout.parameters[position].describe()}")
+
+    def _send(self, run: Run, changes: "_Again | None") -> tuple[int, int, int]:
+        """Publish changes, or all words of the baseline; return the version, the number of words, and of bytes."""
+        nbytes = 0
+        for _ in run.joining_again("publications"):
+            if changes is not None and not self._has_base(run):  # everything is sent, from the baseline
+                self._baseline.change(changes)
+                changes = None
+            if changes is None and self._has_base(run):  # it was uploaded anew
+                changes = _Again(())
+            answers = self._stage(run, changes)
+            nbytes += sum(part for _, part in answers)
+            refused = next((answer for answer, _ in answers if isinstance(answer, Rejected)), None)
+            if refused is None:
+                versions = {answer.version for answer, _ in answers if not isinstance(answer, Rejected)}
+                if len(versions) != 1:
+                    raise ServerFaultError(f"shards have staged different versions: {sorted(versions)}")
+                generations = [shard.generation for shard in run.shards]
+                version = versions.pop()
+                seen = () if changes is None else changes.seen
+                self._prepared = _Prepared(version, seen, tuple((each, version) for each in generations))
+                refused = self._settle(run)
+            if refused is None:
+                return version, self._baseline.layout.size if changes is None else entries(changes.seen), nbytes
+            if refused.reason is ErrorCode.TOO_STALE:  # the feed has another version
+                for shard in run.shards:
+                    shard.forget_base()
+            elif refused.reason not in REJOIN_REASONS:
+                raise from_refusal(refused) from None
+        raise AssertionError("joining again ends by itself")
+
+    def _stage(self, run: Run, changes: "_Again | None") -> list[tuple[pb.PushSparseResponse | Rejected, int]]:
+        """Have every shard stage changes, as they are found, or all words; return the answers, and the bytes sent."""
+        base = max(shard.version if shard.has_base else shard.joined_version for shard in run.shards)
+        self._step = max(self._step + 1, run.first_step)
+        for shard in run.shards:
+            shard.abandon_push()
+            shard.version = base
+            header = pb.PushHeader(identity=run.identity, step=self._step)
+            shard.open_push(header, [shard.span], run.settings.deadline_seconds)
+        whole = Span(0, self._baseline.layout.size)
+        try:
+            for segment in self._baseline.read(whole) if changes is None else changes:
+                for shard in run.shards:
+                    if (part := segment.clip(shard.span)) is not None:
+                        rate = shard.uplink.bytes_per_second
+                        form = frames.WireForm(allowed=shard.readable, link_bytes_per_second=rate)
+                        shard.send(_encoded(part, form, run.run_settings.chunk_bytes))
+        except BaseException:
+            for shard in run.shards:
+                shard.abandon_push()
+            raise
+        sent = [shard.send_commit() for shard in run.shards]
+        return [*zip(run.each(run.shards, lambda shard: shard.await_ack(run.policy())), sent, strict=True)]
+
+    def _settle(self, run: Run) -> Rejected | None:
+        """Publish what every shard has staged, if there is something; note it, or return the refusal."""
+        prepared = self._prepared
+        if prepared is None:
+            return None
+        shard = run.coordinator
+        request = pb.PublishRequest(identity=run.identity, generation=shard.generation, version=prepared.version)
+
+        def attempt(seconds: float) -> pb.PublishResponse:
+            answer: pb.PublishResponse = shard.connection.result(
+                shard.connection.stub.Publish.future(request, timeout=seconds)
+            )
+            return answer
+
+        answer = shard.connection.call(run.policy(), attempt)
+        self._prepared = None
+        if isinstance(answer, Rejected):
+            return answer
+        for each, (generation, version) in zip(run.shards, prepared.shards, strict=True):
+            each.adopt(generation, version=version)
+        self._baseline.change(prepared.changes)
+        self._note(run)
+        return None
+
+    def _note(self, run: Run) -> None:
+        versions = tuple((shard.generation, shard.version) for shard in run.shards)
+        self._baseline.hold(Held(run.identity.run_id, versions))
+
+    @staticmethod
+    def _has_base(run: Run) -> bool:
+        return all(shard.has_base for shard in run.shards)
+
+
+class _Again:
+    """Yields what an iterator does, as often as it is asked; ``seen`` has what came so far."""
+
+    def __init__(self, found: Iterable[SparseSlice]) -> None:
+        self._left = iter(found)
+        self.seen: list[SparseSlice] = []
+
+    def __iter__(self) -> Iterator[SparseSlice]:
+        yield from self.seen
+        for each in self._left:
+            self.seen.append(each)
+            yield each
+
+
+def _encoded(part: SparseSlice, form: frames.WireForm, chunk_bytes: int) -> EncodedPart:
+    """Write words as chunks, whose bytes are not copied."""
+    data, nbytes = bytes_of(part.values), part.values.itemsize
+    chunks = frames.chunks_without_values(part, form, chunk_bytes)
+    beside = [(chunk, data[nbytes * first : nbytes * (first + chunk.count)]) for chunk, first in chunks]
+    return EncodedPart(beside, part, None)

@@ -1,0 +1,78 @@
+"""A shard of a feed: the words of the version that is published, and those of the next one, staged."""
+
+from dataclasses import replace
+
+from pscore.model.layout import Span
+from pscore.model.sparse_slice import SparseSlice
+from pscore.telemetry.tracing import traced
+from psservice.model.parameters import ModelPart, ModelShard
+from psservice.rules.base import PLAIN, PushContext, RuleState
+
+
+class Staged:
+    """What is staged for the next version.
+
+    Attributes:
+        version: that it will be; 0 if nothing is staged.
+        words: over the shard's span; ``None`` if the publication changes nothing here.
+    """
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+        self.version = 0
+        self.words: SparseSlice | None = None
+
+    def clear(self) -> None:
+        """Stage nothing."""
+        self.version, self.words = 0, None
+
+    def export(self) -> RuleState:
+        """Return what is staged: the tensors themselves, which do not change."""
+        words = self.words
+        tensors = {} if words is None else {"words": words.values}
+        if words is not None and words.offsets is not None:
+            tensors["offsets"] = words.offsets
+        return RuleState({"version": self.version}, tensors)
+
+    def restore(self, state: RuleState) -> None:
+        """Restore what was staged; raises ``ValueError`` or ``KeyError`` if the state does not fit."""
+        self.version, words = int(state.plain["version"]), state.tensors.get("words")
+        self.words = None if words is None else SparseSlice(self._span, state.tensors.get("offsets"), words)
+
+
+class FeedShard(ModelShard):
+    """Words that change when a version is published.
+
+    Attributes:
+        staged: the next version.
+        lacks: the version that shard 0 has published, and that was never staged here; 0 if there is none.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.staged, self.lacks = Staged(self.span), 0
+
+    @traced("apply")
+    def take(self, worker: str, push: SparseSlice | None, context: PushContext = PLAIN, step: int = 0) -> int:
+        """Stage a publication in the place of another one; return the version that it will be, behind its base."""
+        version = (self.version if context.base_version is None else context.base_version) + 1
+        self.staged.version, self.staged.words = version, None if push is None else _copied(push)
+        return version
+
+    def publish(self) -> int:
+        """Make what is staged the feed's version, and return that; raises ``ValueError`` if nothing is staged."""
+        if not self.staged.version:
+            raise ValueError("nothing is staged")
+        self.version = self.staged.version - 1  # shards that lack versions catch up
+        version = self.apply(self.staged.words)
+        self.staged.clear()
+        return version
+
+    def _parts(self) -> dict[str, ModelPart]:
+        return {**super()._parts(), "staged": self.staged}
+
+
+def _copied(push: SparseSlice) -> SparseSlice:
+    """Return a push in memory of its own: a message may own the push's."""
+    offsets = None if push.offsets is None else push.offsets.clone()
+    return replace(push, offsets=offsets, values=push.values.clone())
