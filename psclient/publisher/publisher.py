@@ -33,6 +33,7 @@ log = logging.getLogger("psclient")
 METHOD, AGREED = "feed", {"update": "assign"}
 _NAME = "publisher"  # of the run's one worker
 _BLOCK = 1 << 20  # words that are compared at a time
+_MOST_CHANGED = 0.5  # of the words that are sent as changes: of more all are sent, and no change is kept
 _CLOSING_SECONDS = 10.0
 
 
@@ -150,7 +151,8 @@ class Publisher:
                     return Published(run.coordinator.version, size, run.upload_bytes, time.perf_counter() - began)
             else:
                 self._settle(run)
-            changes = None if has_words else _Again(self._differences(named(source)))
+            most = int(_MOST_CHANGED * self._baseline.layout.size)
+            changes = None if has_words else _Changes(self._differences(named(source)), most)
             version, changed, nbytes = self._send(run, changes)
         return Published(version, changed, nbytes, time.perf_counter() - began)
 
@@ -215,16 +217,20 @@ class Publisher:
         if position < len(layout.parameters):
             raise ConfigurationError(f"the source lacks {layout.parameters[position].describe()}")
 
-    def _send(self, run: Run, changes: "_Again | None") -> tuple[int, int, int]:
+    def _send(self, run: Run, changes: "_Changes | None") -> tuple[int, int, int]:
         """Publish changes, or all words of the baseline; return the version, the number of words, and of bytes."""
         nbytes = 0
         for _ in run.joining_again("publications"):
-            if changes is not None and not self._has_base(run):  # everything is sent, from the baseline
-                self._baseline.change(changes)
+            if changes is not None and (changes.are_many or not self._has_base(run)):
+                self._baseline.change(changes.drain())  # from which everything is sent
                 changes = None
+                self._forget_base(run)
             if changes is None and self._has_base(run):  # it was uploaded anew
-                changes = _Again(())
-            answers = self._stage(run, changes)
+                changes = _Changes((), 0)
+            try:
+                answers = self._stage(run, changes)
+            except _ManyChangesError:
+                continue
             nbytes += sum(part for _, part in answers)
             refused = next((answer for answer, _ in answers if isinstance(answer, Rejected)), None)
             if refused is None:
@@ -239,13 +245,12 @@ class Publisher:
             if refused is None:
                 return version, self._baseline.layout.size if changes is None else entries(changes.seen), nbytes
             if refused.reason is ErrorCode.TOO_STALE:  # the feed has another version
-                for shard in run.shards:
-                    shard.forget_base()
+                self._forget_base(run)
             elif refused.reason not in REJOIN_REASONS:
                 raise from_refusal(refused) from None
         raise AssertionError("joining again ends by itself")
 
-    def _stage(self, run: Run, changes: "_Again | None") -> list[tuple[pb.PushSparseResponse | Rejected, int]]:
+    def _stage(self, run: Run, changes: "_Changes | None") -> list[tuple[pb.PushSparseResponse | Rejected, int]]:
         """Have every shard stage changes, as they are found, or all words; return the answers, and the bytes sent."""
         base = max(shard.version if shard.has_base else shard.joined_version for shard in run.shards)
         self._step = max(self._step + 1, run.first_step)
@@ -301,19 +306,47 @@ class Publisher:
     def _has_base(run: Run) -> bool:
         return all(shard.has_base for shard in run.shards)
 
+    @staticmethod
+    def _forget_base(run: Run) -> None:
+        for shard in run.shards:
+            shard.joined_version = max(shard.joined_version, shard.version if shard.has_base else 0)
+            shard.forget_base()
 
-class _Again:
-    """Yields what an iterator does, as often as it is asked; ``seen`` has what came so far."""
 
-    def __init__(self, found: Iterable[SparseSlice]) -> None:
-        self._left = iter(found)
+class _ManyChangesError(Exception):
+    """So many words have changed that all of them are sent."""
+
+
+class _Changes:
+    """Words that differ, as they are found; yielded as often as they are asked for.
+
+    If they are more than ``most``, :class:`_ManyChangesError` is raised.
+
+    Attributes:
+        seen: what came so far.
+        are_many: whether there are more than ``most``.
+    """
+
+    def __init__(self, found: Iterable[SparseSlice], most: int) -> None:
+        self._left, self._room = iter(found), most
         self.seen: list[SparseSlice] = []
+        self.are_many = False
 
     def __iter__(self) -> Iterator[SparseSlice]:
         yield from self.seen
         for each in self._left:
             self.seen.append(each)
+            self._room -= each.entries
+            if self._room < 0:
+                self.are_many = True
+                raise _ManyChangesError
             yield each
+
+    def drain(self) -> Iterator[SparseSlice]:
+        """Yield all, for the last time, and keep nothing."""
+        while self.seen:
+            yield self.seen.pop(0)
+        yield from self._left
 
 
 def _encoded(part: SparseSlice, form: frames.WireForm, chunk_bytes: int) -> EncodedPart:

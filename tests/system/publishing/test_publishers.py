@@ -102,6 +102,22 @@ def test_a_change_costs_what_has_changed(server):
             assert torch.equal(module["weights"], weights)
 
 
+@pytest.mark.parametrize("share", [0.4, 0.6, 1.0])
+def test_a_publication_in_which_nearly_everything_changes_is_one_of_all_words(server, share):
+    weights = torch.randn(100_000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    module = torch.nn.ParameterDict({"weights": torch.zeros_like(weights)})
+    changed = int(share * weights.numel())
+    with Publisher(server, settings=QUIET) as publisher, psclient.follow(server, module, settings=QUIET) as follower:
+        publisher.publish({"weights": weights})
+        for version in range(1, 4):
+            part = weights[-changed:] if version % 2 else weights[:changed]
+            part.view(torch.int16)[:] ^= 3
+            found = publisher.publish(iter({"weights": weights}.items()))
+            assert found[:2] == (version, changed if share < 0.5 else weights.numel())
+            with follower.at_least(version, SECONDS):
+                assert torch.equal(module["weights"], weights)
+
+
 def test_modules_and_iterators_that_use_their_memory_again(server):
     model = make_model(0)
     buffer = torch.zeros(1 << 10)
