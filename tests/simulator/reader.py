@@ -31,8 +31,9 @@ class Reader:
     def __init__(self, simulation, name):
         self.simulation, self.name, self.random = simulation, name, simulation.random
         self.type = self.random.choice([*TYPES])
-        self.dtype = TYPES[self.type] or torch.float32
         self.layout = simulation.layout.viewed_in(TYPES[self.type])
+        self.value_dtype = simulation.layout.value_dtype
+        self.dtype = self.value_dtype if simulation.is_feed else TYPES[self.type] or torch.float32
         self.versions, self.values = [], None  # of the cut that it holds
         self.begun = {}  # the beginning of a transfer that was cut off, by shard: version and entries
 
@@ -79,6 +80,8 @@ class Reader:
         if found == self.versions:
             return
         parts = await asyncio.gather(*(self._read(host, found[host.index]) for host in hosts))
+        if self.simulation.is_feed:
+            self.simulation.publications.read(found, torch.cat(parts))
         self.versions, self.values = found, parts
         self.simulation.note(f"{self.name} has {[version for _, version, _ in found]}")
 
@@ -86,7 +89,7 @@ class Reader:
         """Fetch a shard's part; return its values, which must be those that the shard had at this version."""
         span, index = self.simulation.spans[host.index], host.index
         held = [pb.HeldPart(end=span.end)]
-        values = torch.zeros(span.length)
+        values = torch.zeros(span.length, dtype=self.value_dtype)
         before = self.versions[index] if self.versions else None
         if before is not None and before[0] == wanted[0] and before[1] <= wanted[1]:
             held = [pb.HeldPart(end=span.end, has_version=True, version=before[1])]
@@ -108,7 +111,7 @@ class Reader:
             mine = had[part.start - span.start : part.end - span.start]
             return (mine if offsets is None else mine[torch.from_numpy(offsets)]).to(self.dtype)
 
-        reader = frames.ChunkReader(span, own=own if request.residues else None)
+        reader = frames.ChunkReader(span, own=own if request.residues else None, dtype=self.value_dtype)
 
         def take(message):
             for chunk in message.chunks:
@@ -130,8 +133,8 @@ class Reader:
         if not self.simulation.in_groups:
             was = host.witness.values.get(wanted[:2])
             require(was is not None, f"a cut of version {wanted[1]}, which never was")
-            right = floats(was).to(self.dtype).float()
-            require(bits(values) == bits(right), f"{self.name} got other values of version {wanted[1]}")
+            right = was if self.simulation.is_feed else bits(floats(was).to(self.dtype).float())
+            require(bits(values) == right, f"{self.name} got other values of version {wanted[1]}")
         return values
 
     async def _ask(self, host, rpc, request, kind, take, told=lambda raw: None):

@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 
+from pscore.model.layout import ModelLayout, TensorSpec
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -16,11 +17,21 @@ from psservice.model import copies
 from tests.psservice.service_makers import F32, layout_of
 from tests.simulator.fleet import Host
 from tests.simulator.network import CutError, Link, RefusedError, StuckError, VirtualLoop
+from tests.simulator.publisher import Publications, Publisher
 from tests.simulator.reader import Reader
 from tests.simulator.witness import BrokenPromiseError, Witness, require
 from tests.simulator.worker import Worker
 
 LAYOUT = layout_of((40, F32), (9, F32))
+FEED = ModelLayout(
+    (
+        TensorSpec("half", (30,), torch.bfloat16),
+        TensorSpec("wide", (3,), torch.int64),
+        TensorSpec("scale", (), torch.float32),
+        TensorSpec("steps", (5,), torch.int16),
+    ),
+    word_bytes=2,
+)
 NAMES = ("anna", "bert", "cleo")
 READERS = ("rita", "rolf")
 LONGEST_SECONDS = 3600.0  # of virtual time, which nothing but a wait without an end reaches
@@ -30,20 +41,23 @@ METHODS = {
     "quorum": {"rounds": '{"quorum": 2, "seconds": 3, "start_workers": 1}'},
     "unequal": {"rounds": '{"quorum": 0, "seconds": 0, "start_workers": 1, "wait_factor": 1.5}'},
     "groups": {"update": "average", "group_size": "2", "tau": "2", "late": "replace"},
+    "feed": {"update": "assign"},
 }
 
 
 class Simulation:
-    """One history."""
+    """One history, of a method that the seed chooses if none is named."""
 
-    def __init__(self, seed):
+    def __init__(self, seed, method=None):
         self.seed, self.random = seed, random.Random(seed)
-        self.loop, self.layout = VirtualLoop(), LAYOUT
+        self.loop = VirtualLoop()
         draw = self.random
-        self.method = draw.choice(tuple(METHODS))
+        self.method = method or draw.choice(tuple(METHODS))
         self.method_settings, self.num_shards = METHODS[self.method], draw.choice((1, 1, 2, 3))
         self.in_rounds, self.in_groups = "rounds" in self.method_settings, self.method == "groups"
-        self.spans = LAYOUT.shard_spans(self.num_shards)
+        self.is_feed, self.publications = self.method == "feed", Publications()
+        self.layout = FEED if self.is_feed else LAYOUT
+        self.spans = self.layout.shard_spans(self.num_shards)
         self.server_options = {
             "fsync": draw.choice(("always", "always", "interval", "never")),
             "down_mode": draw.choice(("exact", "exact", "auto", "topk")),
@@ -110,9 +124,13 @@ class Simulation:
             self.hosts.append(Host(self, index, witness))
         for host in self.hosts:
             host.start()
-        self.workers = [Worker(self, name, self.random.randint(3, 7)) for name in NAMES]
+        if self.is_feed:
+            self.workers = [Publisher(self, "publisher", self.random.randint(5, 15))]
+        else:
+            self.workers = [Worker(self, name, self.random.randint(3, 7)) for name in NAMES]
         troubles = self.start_task(self._make_trouble())
-        readers = [self.start_task(Reader(self, name).live()) for name in READERS]
+        readers = [Reader(self, name) for name in READERS]
+        reading = [self.start_task(reader.live()) for reader in readers]
         try:
             async with asyncio.timeout(LONGEST_SECONDS):
                 await asyncio.gather(*(worker.live() for worker in self.workers))
@@ -120,13 +138,17 @@ class Simulation:
                 self.is_rough, self.cut_share, self.is_over = False, 0.0, True
                 while not all(host.is_up for host in self.hosts):
                     await asyncio.sleep(1.0)
-                await asyncio.gather(*readers)
+                await asyncio.gather(*reading)
         except asyncio.CancelledError:
             if self._error is None:
                 raise
             raise self._error from None
         except TimeoutError:
             raise StuckError(f"not over after {LONGEST_SECONDS:.0f} s") from None
+        if self.is_feed:
+            for reader in readers:
+                has_newest = [each[:2] for each in reader.versions] == self.workers[0].held
+                require(has_newest, f"{reader.name} does not have the newest version")
         for host in self.hosts:
             host.witness.look(host.shard)
             host.kill()
@@ -223,7 +245,10 @@ class Simulation:
                 return
             newest = host.witness.states[-1].version
             targets[host] = max(host.witness.states[0].version, newest - self.random.randint(0, 3))
-            host.witness.restoring.add(targets[host])
+        if self.is_feed and self.random.random() < 0.7:
+            targets = dict.fromkeys(targets, min(targets.values()))
+        for host, version in targets.items():
+            host.witness.restoring.add(version)
         self.note(f"a restore to {[*targets.values()]}")
         tickets = {}
         for host, version in targets.items():
@@ -252,11 +277,11 @@ class Simulation:
                 require(has_turned or not is_ready, "a restore was committed, and nothing has changed")
 
 
-def simulate(first, count):
-    """Simulate histories, from the first seed on."""
+def simulate(first, count, method=None):
+    """Simulate histories, from the first seed on, of one method if it is named."""
     logging.disable(logging.CRITICAL)
     try:
         for seed in range(first, first + count):
-            Simulation(seed).run()
+            Simulation(seed, method).run()
     finally:
         logging.disable(logging.NOTSET)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from psservice.feed.feed_shard import FeedShard
 from psservice.state.v1 import journal_pb2 as rec
 from psservice.wagma.replicas import GroupedShard
 
@@ -15,13 +16,17 @@ class BrokenPromiseError(AssertionError):
 
 
 class State(NamedTuple):
-    """A shard's model: version, parameters, the open round's sum and contributors, and all models of WAGMA."""
+    """A shard's model: version, parameters, the open round's sum and contributors, and all models of WAGMA.
+
+    Of a feed, ``staged`` is the next version, and the words that it will have; version 0 if nothing is staged.
+    """
 
     version: int
     values: bytes
     total: bytes = b""
     contributors: frozenset = frozenset()
     groups: bytes = b""
+    staged: tuple[int, bytes] = (0, b"")
 
     @classmethod
     def of(cls, model):
@@ -31,6 +36,9 @@ class State(NamedTuple):
             for name, tensor in sorted(kept.tensors.items()):
                 digest.update(name.encode() + bits(tensor))
             return cls(model.version, bits(model.current()), groups=digest.digest())
+        if isinstance(model, FeedShard):
+            version, words = model.staged.version, bits(model.current())
+            return cls(model.version, words, staged=(version, assigned(words, model.staged.words) if version else b""))
         kept = model.export()
         names = kept.plain.get("round", {}).get("contributors", [])
         total = bits(kept.tensors["round.sum"]) if names else b""
@@ -39,6 +47,14 @@ class State(NamedTuple):
     def pushed(self, entries):
         """The state after an asynchronous push."""
         return State(self.version + 1, bits(added(self.values, entries, -1)))
+
+    def staging(self, version, entries):
+        """The state after a publication of a feed is staged."""
+        return self._replace(staged=(version, assigned(self.values, entries)))
+
+    def published(self):
+        """The state after the staged version is published."""
+        return State(*self.staged)
 
     def contributed(self, name, entries):
         """The state after a contribution to the open round."""
@@ -85,7 +101,13 @@ class Witness:
             self._is_unseen = True
         elif key is not None:
             entries, state = self._entries_of(key), self.states[-1]
-            self._add(state.contributed(key[0], entries) if self._in_rounds else state.pushed(entries))
+            if isinstance(shard.model, FeedShard):
+                self._add(state.staging(record.base_version + 1, entries))
+            else:
+                self._add(state.contributed(key[0], entries) if self._in_rounds else state.pushed(entries))
+        elif isinstance(record, rec.Published):
+            require(record.version == self.states[-1].staged[0], f"version {record.version} is published, not staged")
+            self._add(self.states[-1].published())
         elif isinstance(record, rec.RoundClosed):
             self._add(self.states[-1].closed())
         try:
@@ -206,3 +228,10 @@ def added(data, entries, sign):
         offsets = slice(None) if entries.offsets is None else entries.offsets
         values[offsets] += sign * entries.values
     return values
+
+
+def assigned(data, entries):
+    words = torch.frombuffer(bytearray(data), dtype=torch.int16).clone()
+    if entries is not None:
+        words[slice(None) if entries.offsets is None else entries.offsets] = entries.values
+    return bits(words)

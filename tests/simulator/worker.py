@@ -33,6 +33,7 @@ class Place:
     host: Any
     generation: int = 0
     base: int | None = None
+    joined: int = 0  # version as of the last join
     acknowledged: int = 0
     is_image: bool = False
     replica: torch.Tensor | None = None
@@ -157,12 +158,18 @@ class Worker:
         if len(ready) < len(self.places) or len(epochs) > 1:
             return False
         for place in self.places:
-            place.begin_anew(answers[place.host.index].generation)
+            answer = answers[place.host.index]
+            place.joined = answer.version
+            place.begin_anew(answer.generation)
         return True
+
+    def _first_values(self):
+        """What this worker uploads if there is no model."""
+        return self.simulation.start
 
     async def _upload(self, place, generation):
         span = self.simulation.spans[place.host.index]
-        values = self.simulation.start[span.start : span.end]
+        values = self._first_values()[span.start : span.end]
         checksum = frames.Checksum()
         header = pb.UploadHeader(identity=self.identity, generation=generation)
         messages = [pb.UploadModelRequest(header=header)]
@@ -170,7 +177,7 @@ class Worker:
             checksum.add(chunk)
             messages.append(pb.UploadModelRequest(chunk=chunk))
         messages.append(pb.UploadModelRequest(commit=checksum.commit()))
-        await self._call(place, "UploadModel", messages, pb.UploadModelResponse)
+        return await self._call(place, "UploadModel", messages, pb.UploadModelResponse)
 
     # Steps
 
@@ -231,7 +238,7 @@ class Worker:
         async def attempt(link):
             witness, shard = place.host.witness, place.host.shard
             link.on_answer = lambda raw: witness.told_of_push(shard, key)
-            await link.send(*self._messages(place, step))
+            await link.send(*self._messages(place, step, place.base or 0))
             answer = await link.receive(pb.PushSparseResponse)
             if answer is None:
                 raise CutError
@@ -240,14 +247,14 @@ class Worker:
         gives_up = (*PULL_FIRST, ErrorCode.STEP_OUT_OF_ORDER)
         return await self._exchange(place, "PushSparse", attempt, gives_up=gives_up)
 
-    def _messages(self, place, step):
+    def _messages(self, place, step, base_version):
         entries = self.simulation.entries[place.host.index][self.name, f"life-{self.life}", step]
         span = self.simulation.spans[place.host.index]
         header = pb.PushHeader(
             identity=self.identity,
             step=step,
             generation=place.generation,
-            base_version=place.base or 0,
+            base_version=base_version,
             samples=1,
             plan=[pb.Group(start=span.start, length=span.length)],
             wait_seconds=self.random.choice((0.0, WAIT_SECONDS)),
