@@ -74,6 +74,7 @@ class Host:
             is_threaded=False,
         )
         self.links, self.tasks, self.is_up = set(), [], False
+        self._follows, self._parted_until = None, 0.0
         self.shard = self.service = None
 
     def start(self, *, power_cut=False):
@@ -128,6 +129,12 @@ class Host:
             link.cut()
         self.disk.dead, self.disk.full_share, self.disk.failing_syncs = True, 0.0, 0
         self.simulation.start_task(self._start_again(power_cut, seconds))
+
+    def part(self, *, seconds):
+        """Let shard 0 be out of this shard's reach for so many seconds."""
+        self._parted_until = self.simulation.loop.time() + seconds
+        if self._follows is not None:
+            self._follows.cut()
 
     async def _start_again(self, power_cut, seconds):
         await asyncio.sleep(seconds)
@@ -185,7 +192,9 @@ class Host:
         """The follower's thread, with the simulated network between the shards."""
         known = 0
         while True:
+            await asyncio.sleep(max(0.0, self._parted_until - self.simulation.loop.time()))
             link = Link(self.simulation.hosts[0], "FollowRun", self.random, cut_share=self.simulation.cut_share)
+            self._follows = link
             try:
                 question = question_of(self.shard, known)
                 if question.cut and question.version.generation == self.shard.model.generation:

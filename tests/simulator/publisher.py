@@ -129,10 +129,10 @@ class Publisher(Worker):
             await asyncio.sleep(1.0)
         for host in self.simulation.hosts:
             host.disk.fuse = None
-        if self.prepared is not None and self.has_joined:
-            await self._settle()
+        is_told = self.has_joined and await self._settle() is None
         now = [place.host.witness.generation for place in self.places]
-        if self.held is None or [generation for generation, _ in self.held] != now or self.random.random() < 0.5:
+        is_newest = is_told and self.held is not None and [generation for generation, _ in self.held] == now
+        if not is_newest or self.random.random() < 0.5:
             await self._publish()
 
     # Publishing

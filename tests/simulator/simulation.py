@@ -35,6 +35,7 @@ FEED = ModelLayout(
 NAMES = ("anna", "bert", "cleo")
 READERS = ("rita", "rolf")
 LONGEST_SECONDS = 3600.0  # of virtual time, which nothing but a wait without an end reaches
+LONGEST_PARTING_SECONDS = 25.0  # longer than a lease
 METHODS = {
     "asynchronous": {},
     "rounds": {"rounds": '{"quorum": 0, "seconds": 0, "start_workers": 1}'},
@@ -191,8 +192,8 @@ class Simulation:
             await asyncio.sleep(self.random.random() * 2)
             host = self.random.choice(self.hosts)
             (what,) = self.random.choices(
-                (self._kill, self._burn, self._fill, self._fail_syncs, self._cut, self._snapshot, self._restore),
-                (3, 3, 1, 1, 2, 2, 1),
+                (self._kill, self._burn, self._fill, self._fail_syncs, self._cut, self._part, self._snapshot, self._restore),
+                (3, 3, 1, 1, 2, 2, 2, 1),
             )
             if host.is_up:
                 await what(host)
@@ -220,6 +221,10 @@ class Simulation:
             if self.random.random() < 0.7:
                 link.cut()
 
+    async def _part(self, host):
+        self.note(f"shard {host.index} does not reach shard 0")
+        host.part(seconds=self.random.random() * LONGEST_PARTING_SECONDS)
+
     async def _ask(self, host, rpc, request, kind):
         link = Link(host, rpc, self.random, cut_share=self.cut_share)
         try:
@@ -246,7 +251,8 @@ class Simulation:
             newest = host.witness.states[-1].version
             targets[host] = max(host.witness.states[0].version, newest - self.random.randint(0, 3))
         if self.is_feed and self.random.random() < 0.7:
-            targets = dict.fromkeys(targets, min(targets.values()))
+            oldest = max(host.witness.states[0].version for host in self.hosts)
+            targets = dict.fromkeys(targets, max(oldest, min(targets.values())))
         for host, version in targets.items():
             host.witness.restoring.add(version)
         self.note(f"a restore to {[*targets.values()]}")
