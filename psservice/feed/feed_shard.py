@@ -1,5 +1,6 @@
 """A shard of a feed: the words of the version that is published, and those of the next one, staged."""
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from pscore.model.layout import Span
@@ -14,17 +15,19 @@ class Staged:
 
     Attributes:
         version: that it will be; 0 if nothing is staged.
+        name: of the push that has staged it.
+        published: the version that was published last, and the name of the push that had staged it; read as one.
         words: over the shard's span; ``None`` if the publication changes nothing here.
     """
 
     def __init__(self, span: Span) -> None:
         self._span = span
-        self.version = 0
+        self.version, self.name, self.published = 0, "", (0, "")
         self.words: SparseSlice | None = None
 
     def clear(self) -> None:
         """Stage nothing."""
-        self.version, self.words = 0, None
+        self.version, self.name, self.words = 0, "", None
 
     def export(self) -> RuleState:
         """Return what is staged: the tensors themselves, which do not change."""
@@ -32,11 +35,13 @@ class Staged:
         tensors = {} if words is None else {"words": words.values}
         if words is not None and words.offsets is not None:
             tensors["offsets"] = words.offsets
-        return RuleState({"version": self.version}, tensors)
+        return RuleState({"version": self.version, "name": self.name, "published": [*self.published]}, tensors)
 
     def restore(self, state: RuleState) -> None:
         """Restore what was staged; raises ``ValueError`` or ``KeyError`` if the state does not fit."""
-        self.version, words = int(state.plain["version"]), state.tensors.get("words")
+        plain, words = state.plain, state.tensors.get("words")
+        self.version, self.name = int(plain["version"]), str(plain["name"])
+        self.published = int(plain["published"][0]), str(plain["published"][1])
         self.words = None if words is None else SparseSlice(self._span, state.tensors.get("offsets"), words)
 
 
@@ -51,12 +56,14 @@ class FeedShard(ModelShard):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.staged, self.lacks = Staged(self.span), 0
+        self.staged.published = self.version, ""
 
     @traced("apply")
     def take(self, worker: str, push: SparseSlice | None, context: PushContext = PLAIN, step: int = 0) -> int:
         """Stage a publication in the place of another one; return the version that it will be, behind its base."""
         version = (self.version if context.base_version is None else context.base_version) + 1
-        self.staged.version, self.staged.words = version, None if push is None else _copied(push)
+        self.staged.version, self.staged.name = version, context.name
+        self.staged.words = None if push is None else _copied(push)
         return version
 
     def publish(self) -> int:
@@ -65,8 +72,13 @@ class FeedShard(ModelShard):
             raise ValueError("nothing is staged")
         self.version = self.staged.version - 1  # shards that lack versions catch up
         version = self.apply(self.staged.words)
+        self.staged.published = version, self.staged.name
         self.staged.clear()
         return version
+
+    def begin_rounds_anew(self, dropped: Collection[str]) -> None:
+        """Drop what was staged: the history in which it was to be published has ended."""
+        self.staged.clear()
 
     def _parts(self) -> dict[str, ModelPart]:
         return {**super()._parts(), "staged": self.staged}

@@ -220,7 +220,8 @@ class WorkerCalls:
         finally:
             if receiving is not NO_SPAN:
                 receiving.end()
-        apply = prepare_push(shard, header, entries, call.raw or ())
+        may_wait = lambda: bool(call.wait_seconds) and not call.is_late  # noqa: E731
+        apply = prepare_push(shard, header, entries, call.raw or (), may_wait)
 
         def last_step() -> pb.PushSparseResponse:
             answer, repeated = shard.apply_thread.run(apply)

@@ -48,12 +48,14 @@ class PushContext:
         learning_rate: in the push's values; 0 if unknown.
         samples: of the step; 0 for a flush, which no round counts.
         group_rates: learning rates for the rule's param groups; empty for those agreed.
+        name: of the push, which is the same on every shard, and no other push's.
     """
 
     base_version: int | None = None
     learning_rate: float = 0.0
     samples: int = 1
     group_rates: tuple[float, ...] = ()
+    name: str = ""
 
 
 PLAIN = PushContext()

@@ -21,17 +21,19 @@ RUN_STATES = {state: pb.RunState.Value(f"RUN_STATE_{state.name}") for state in R
 
 def news_of(shard: Shard) -> pb.RunNews:
     """Return the present news for the other shards; on shard 0, from any thread."""
-    run, last, cut = shard.run, shard.last_push, shard.cuts.wanted
+    run, last, cut, model = shard.run, shard.last_push, shard.cuts.wanted, shard.model
+    published, name = shard.published if shard.state.mode.is_feed else (0, "")
     return pb.RunNews(
         run_id=run.run_id,
         run_state=RUN_STATES[run.state],
         last_worker=identity_to_message(last[0]) if last else None,
         last_step=last[1] if last else 0,
         checkpoint=shard.durability.announced_checkpoint(),
-        generation=0 if shard.model is None else shard.model.generation,
+        generation=0 if model is None else model.generation,
         cut=cut.number,
         reader_types=[type_to_message(dtype) for dtype in cut.types],
-        published=shard.published if shard.state.mode.is_feed else 0,
+        published=published,
+        publication=name,
         workers_without_samples=[
             member.identity.worker_id for member in shard.leases.members() if member.has_no_samples
         ],
@@ -55,7 +57,7 @@ def follow(shard: Shard, news: pb.RunNews) -> None:
         return
     if news.published:
         with suppress(Rejected):  # no model, or not durable: the next news bring it again
-            publication.hear(shard, news.published)
+            publication.hear(shard, news.published, news.publication)
     with suppress(Rejected):  # no model, or another one is on its way in: shard 0 names another cut
         shard.cuts.take_part(Wanted(news.cut, tuple(map(type_from_message, news.reader_types))))
     shard.durability.hear_of_checkpoint(news.checkpoint)

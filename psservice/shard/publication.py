@@ -15,27 +15,29 @@ from psservice.values import Identity
 log = logging.getLogger(__name__)
 
 
-def require_base(shard: Shard, header: pb.PushHeader, update: SparseSlice | None) -> None:
+def require_base(shard: Shard, header: pb.PushHeader, update: SparseSlice | None, *, may_wait: bool) -> None:
     """Refuse a publication of differences from another version than the shard's; on the apply thread.
 
-    The shard may not have heard yet that its staged version is published: then the call waits. Raises
-    :class:`Rejected` (``TOO_STALE``).
+    The shard may not have heard yet that its staged version is published: then the call waits, if it may. Shard 0 may
+    have lost that version, or gone back behind it, so that the wait is in vain. Raises :class:`Rejected`
+    (``TOO_STALE``).
     """
     model = shard.require_model(header.generation)
     if not isinstance(model, FeedShard):
         return
-    if header.base_version == model.staged.version > model.version and not shard.is_coordinator:
+    base = header.base_version
+    is_awaited = base == model.staged.version > model.version and base != model.lacks and not shard.is_coordinator
+    if is_awaited and may_wait:
         raise NotYetError(
             ErrorCode.BUSY,
             "shard 0 has not told yet that the version before is published",
-            lambda: shard.model is not model or model.version >= header.base_version,
+            lambda: shard.model is not model or model.version >= base or model.lacks == base,
         )
     is_whole = update is not None and update.offsets is None  # for a version behind those of all shards
-    if header.base_version != model.version and not (is_whole and header.base_version > model.version):
+    if base != model.version and not (is_whole and base > model.version):
         raise Rejected(
             ErrorCode.TOO_STALE,
-            f"words that differ from version {header.base_version}, and the feed has version {model.version}: "
-            "publish all words",
+            f"words that differ from version {base}, and the feed has version {model.version}: publish all words",
         )
 
 
@@ -46,7 +48,7 @@ def publish(shard: Shard, identity: Identity, generation: int, version: int) -> 
     """
     shard.leases.require(identity)
 
-    def job() -> int:
+    def job() -> tuple[int, str]:
         model = _feed(shard, generation)
         shard.run.require_open()
         if model.version != version:
@@ -55,23 +57,26 @@ def publish(shard: Shard, identity: Identity, generation: int, version: int) -> 
                 raise Rejected(ErrorCode.TOO_STALE, why)
             _commit(shard, version)
             end_if_over(shard)
-        return model.version
+        return model.staged.published
 
     found = shard.apply_thread.run(job)
     shard.wait_until_durable()
     shard.published = max(shard.published, found)  # the others may have no version that this shard loses
     shard.tell_shards()
-    return found
+    return found[0]
 
 
-def hear(shard: Shard, version: int) -> None:
-    """Publish the version that shard 0 has published, on another shard; in the thread that asks shard 0."""
+def hear(shard: Shard, version: int, name: str) -> None:
+    """Publish the version that shard 0 has published, on another shard; in the thread that asks shard 0.
+
+    Only what the same push has staged: another publication may have taken its place here, under the same number.
+    """
 
     def job() -> None:
         model = shard.model
         if not isinstance(model, FeedShard) or model.version >= version:
             return
-        if model.staged.version == version:
+        if (model.staged.version, model.staged.name) == (version, name):
             _commit(shard, version)
         elif model.lacks != version:
             model.lacks = version

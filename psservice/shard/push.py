@@ -34,18 +34,22 @@ def check_push(shard: Shard, identity: Identity, step: int) -> Member:
 
 
 def prepare_push(
-    shard: Shard, header: pb.PushHeader, entries: SparseSlice | None, messages: Sequence[bytes] = ()
+    shard: Shard,
+    header: pb.PushHeader,
+    entries: SparseSlice | None,
+    messages: Sequence[bytes] = (),
+    may_wait: Callable[[], bool] = lambda: True,
 ) -> Callable[[], tuple[PushAnswer, bool]]:
     """Return the job for the apply thread that applies a push once.
 
     The job returns the answer, and whether this identity had been answered before.
 
-    ``entries`` are over the shard's span, ``None`` if there are none; ``messages`` go into the journal. The answer may
-    be sent after ``durability.records.wait``.
+    ``entries`` are over the shard's span, ``None`` if there are none; ``messages`` go into the journal. ``may_wait``
+    tells whether the call may still wait for shard 0. The answer may be sent after ``durability.records.wait``.
     """
     finished = finished_of(header) if header.finished else {}
     update, body = on_device(entries, shard.device), shard.durability.records.body(messages)
-    return lambda: _push(shard, header, update, finished, body)
+    return lambda: _push(shard, header, update, finished, body, may_wait)
 
 
 def _push(
@@ -54,6 +58,7 @@ def _push(
     update: SparseSlice | None,
     finished: Mapping[str, Share],
     messages: Body,
+    may_wait: Callable[[], bool],
 ) -> tuple[PushAnswer, bool]:
     """Decide, commit and count a push; on the apply thread."""
     identity = identity_from_message(header.identity)
@@ -61,7 +66,7 @@ def _push(
     if first_answer is not None:
         return first_answer, True
     if shard.state.mode.is_feed:
-        require_base(shard, header, update)
+        require_base(shard, header, update, may_wait=may_wait())
     record = _decide(shard, member, header, finished)
     answer = shard.commit(record, update, messages)
     assert answer is not None

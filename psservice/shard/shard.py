@@ -22,6 +22,7 @@ from psservice.apply_thread import ApplyThread
 from psservice.cuts.cuts import Cuts
 from psservice.durability.durability import Durability, Prepared
 from psservice.durability.final_model import FinalModel, ModelCopy
+from psservice.feed.feed_shard import FeedShard
 from psservice.membership.admission import Admission, DrainGate
 from psservice.membership.leases import Leases, ServingClock
 from psservice.memory_budget import Kept, MemoryBudget, default_limit
@@ -88,7 +89,8 @@ class Shard:
         cuts: versions that readers follow.
         memory: what calls occupy, and what is kept for them and for workers.
         news: a number that differs once there are news for the other shards; see :meth:`tell_shards`.
-        published: the version of a feed that is durable on shard 0, so that the other shards may publish it.
+        published: the version of a feed that is durable on shard 0, so that the other shards may publish it, and the
+            name of the push that had staged it.
         rollback: that is prepared, while the shard holds.
         last_push: that ended the run on shard 0: its worker and step.
         ends_with: the run's end, as another shard heard of it from shard 0.
@@ -137,7 +139,7 @@ class Shard:
         self.stopping = threading.Event()
         self.lease_ends: threading.Thread | None = None
         self.installing = False
-        self.published = 0
+        self.published = (0, "")
         self.rollback: Rollback | None = None
         self.news = 0
         self._news = itertools.count(1)
@@ -237,7 +239,8 @@ class Shard:
         self.state = state
         assert state.model is not None
         self.synchronizer = self._synchronizer_for(state.model)
-        self.metrics.version = self.published = state.model.version
+        self.metrics.version = state.model.version
+        self.published = state.model.staged.published if isinstance(state.model, FeedShard) else (0, "")
 
     def _synchronizer_for(self, model: ModelShard) -> Synchronizer | None:
         """Return the synchronizer that a model needs; ``None`` if every push is applied as it comes."""

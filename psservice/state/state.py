@@ -90,7 +90,8 @@ class ShardState:
                 f"{model.version} of {model.generation}"
             )
         started = time.perf_counter_ns()
-        context = PushContext(record.base_version, record.learning_rate, record.samples, tuple(record.group_rates))
+        rates, name = tuple(record.group_rates), f"{record.step}:{identity.incarnation}"
+        context = PushContext(record.base_version, record.learning_rate, record.samples, rates, name)
         finished = {each.dataset: share_from_messages(each.places) for each in record.finished}
         datasets = self.datasets.finish(identity, finished) if finished else {}
         model.take(identity.worker_id, update, context, record.step)

@@ -67,10 +67,10 @@ def feeding(num_shards=1, values=None, **settings):
         yield shards
 
 
-def stage(shard, step, update, base, who=ANNA):
+def stage(shard, step, update, base, who=ANNA, *, may_wait=True):
     """Push a publication; return the answer."""
     header, update = push_of(who, step, present(shard), base, 0, [update])
-    answer, _ = shard.apply_thread.run(prepare_push(shard, header, update))
+    answer, _ = shard.apply_thread.run(prepare_push(shard, header, update, may_wait=lambda: may_wait))
     shard.durability.records.wait()
     return answer
 

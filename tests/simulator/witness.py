@@ -18,7 +18,7 @@ class BrokenPromiseError(AssertionError):
 class State(NamedTuple):
     """A shard's model: version, parameters, the open round's sum and contributors, and all models of WAGMA.
 
-    Of a feed, ``staged`` is the next version, and the words that it will have; version 0 if nothing is staged.
+    Of a feed, ``staged`` is the next version, the words that it will have, and its push; version 0: there is none.
     """
 
     version: int
@@ -26,7 +26,7 @@ class State(NamedTuple):
     total: bytes = b""
     contributors: frozenset = frozenset()
     groups: bytes = b""
-    staged: tuple[int, bytes] = (0, b"")
+    staged: tuple[int, bytes, str] = (0, b"", "")
 
     @classmethod
     def of(cls, model):
@@ -37,8 +37,9 @@ class State(NamedTuple):
                 digest.update(name.encode() + bits(tensor))
             return cls(model.version, bits(model.current()), groups=digest.digest())
         if isinstance(model, FeedShard):
-            version, words = model.staged.version, bits(model.current())
-            return cls(model.version, words, staged=(version, assigned(words, model.staged.words) if version else b""))
+            words, staged = bits(model.current()), model.staged
+            next_words = assigned(words, staged.words) if staged.version else b""
+            return cls(model.version, words, staged=(staged.version, next_words, staged.name))
         kept = model.export()
         names = kept.plain.get("round", {}).get("contributors", [])
         total = bits(kept.tensors["round.sum"]) if names else b""
@@ -48,13 +49,14 @@ class State(NamedTuple):
         """The state after an asynchronous push."""
         return State(self.version + 1, bits(added(self.values, entries, -1)))
 
-    def staging(self, version, entries):
+    def staging(self, record, entries):
         """The state after a publication of a feed is staged."""
-        return self._replace(staged=(version, assigned(self.values, entries)))
+        name = f"{record.step}:{record.worker.incarnation}"
+        return self._replace(staged=(record.base_version + 1, assigned(self.values, entries), name))
 
     def published(self):
         """The state after the staged version is published."""
-        return State(*self.staged)
+        return State(*self.staged[:2])
 
     def contributed(self, name, entries):
         """The state after a contribution to the open round."""
@@ -102,7 +104,7 @@ class Witness:
         elif key is not None:
             entries, state = self._entries_of(key), self.states[-1]
             if isinstance(shard.model, FeedShard):
-                self._add(state.staging(record.base_version + 1, entries))
+                self._add(state.staging(record, entries))
             else:
                 self._add(state.contributed(key[0], entries) if self._in_rounds else state.pushed(entries))
         elif isinstance(record, rec.Published):

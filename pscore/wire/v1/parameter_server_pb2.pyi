@@ -1167,6 +1167,7 @@ class RunNews(_message.Message):
     CUT_FIELD_NUMBER: _builtins.int
     READER_TYPES_FIELD_NUMBER: _builtins.int
     PUBLISHED_FIELD_NUMBER: _builtins.int
+    PUBLICATION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run's id."""
     run_state: Global___RunState.ValueType
@@ -1181,6 +1182,10 @@ class RunNews(_message.Message):
     """The cut that every shard is to take part in: of its values now; 0 if there are no readers."""
     published: _builtins.int
     """Of a feed: the version that is published, which a shard that has staged it publishes too; 0 for a model that is trained."""
+    publication: _builtins.str
+    """The push that has staged that version on shard 0, by a name that no other push has: a shard publishes what this push has staged
+    there, and nothing else. Empty for a version that was uploaded.
+    """
     @_builtins.property
     def last_worker(self) -> Global___WorkerIdentity:
         """The worker whose push has ended the run; unset if none has."""
@@ -1206,10 +1211,11 @@ class RunNews(_message.Message):
         cut: _builtins.int = ...,
         reader_types: _abc.Iterable[Global___DataType.ValueType] | None = ...,
         published: _builtins.int = ...,
+        publication: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_worker", b"last_worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "cut", b"cut", "generation", b"generation", "last_step", b"last_step", "last_worker", b"last_worker", "published", b"published", "reader_types", b"reader_types", "run_id", b"run_id", "run_state", b"run_state", "workers_without_samples", b"workers_without_samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "cut", b"cut", "generation", b"generation", "last_step", b"last_step", "last_worker", b"last_worker", "publication", b"publication", "published", b"published", "reader_types", b"reader_types", "run_id", b"run_id", "run_state", b"run_state", "workers_without_samples", b"workers_without_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

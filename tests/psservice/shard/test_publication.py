@@ -150,7 +150,8 @@ def test_shard_0_waits_for_nobody_who_would_publish_what_it_has_staged(shards, i
     """Shard 0 has lost the record of version 1, which another shard has heard of, and its publisher is gone."""
     zero, one = shards
     stage_everywhere(shards, 1, 0)
-    follow(one, pb.RunNews(run_id="feed", run_state=pb.RUN_STATE_TRAINING, published=1))
+    news = pb.RunNews(run_id="feed", run_state=pb.RUN_STATE_TRAINING, published=1, publication=one.model.staged.name)
+    follow(one, news)
     assert versions(shards) == [0, 1]
     if not is_whole:
         assert reason_of(stage, zero, 2, changes(zero.span, {2: 2}), 1) is ErrorCode.TOO_STALE
@@ -177,6 +178,53 @@ def test_a_shard_that_lacks_a_version_says_so_once_and_is_whole_with_the_next(sh
     follow(one, news_of(zero))
     assert versions(shards) == [2, 2]
     assert bits(torch.cat([theta(shard) for shard in shards])) == bits(words(3))
+
+
+def test_a_publication_that_took_another_ones_place_under_its_number_is_not_taken_for_it(shards):
+    """Shard 0 has published version 1 of a publisher that died; the next one does not know, nor does the other shard."""
+    zero, one = shards
+    stage_everywhere(shards, 1, 0, words(1))
+    publish_at(zero, 1)
+    assert reason_of(stage, zero, 2, whole(zero.span, words(2)), 0) is ErrorCode.TOO_STALE
+    assert stage(one, 2, whole(one.span, words(2)), 0).version == 1
+    follow(one, news_of(zero))
+    assert (versions(shards), one.model.lacks) == ([1, 0], 1)
+    stage_everywhere(shards, 3, 1, words(2))
+    publish_at(zero, 2)
+    follow(one, news_of(zero))
+    assert versions(shards) == [2, 2]
+    assert bits(torch.cat([theta(shard) for shard in shards])) == bits(words(2))
+
+
+def test_a_wait_ends_when_another_publication_turns_out_to_be_published(shards):
+    zero, one = shards
+    stage_everywhere(shards, 1, 0)
+    publish_at(zero, 1)
+    stage(one, 2, changes(one.span, {2: 2}), 0)
+    with pytest.raises(NotYetError) as waits:
+        stage(one, 3, whole(one.span, words(3)), 1)
+    follow(one, news_of(zero))
+    assert waits.value.is_over()
+    assert stage(one, 3, whole(one.span, words(3)), 1).version == 2
+
+
+def test_a_wait_for_a_version_that_shard_0_has_lost_ends_with_its_time(shards):
+    _, one = shards
+    stage(one, 1, changes(one.span, {1: 1}), 0)
+    assert reason_of(stage, one, 2, changes(one.span, {2: 2}), 1, may_wait=False) is ErrorCode.TOO_STALE
+    assert stage(one, 3, whole(one.span, words(3)), 1, may_wait=False).version == 2
+
+
+def test_a_restore_drops_what_was_staged_then(tmp_path):
+    with feeding(2, data_dir=tmp_path) as (zero, one):
+        stage_everywhere((zero, one), 1, 0)
+        assert one.durability.take() is not None
+        publish_at(zero, 1)
+        news = news_of(zero)
+        roll_back(one, 0, "")
+        assert one.model.staged.version == 0
+        follow(one, news)
+        assert one.model.version == 0
 
 
 def test_news_of_an_older_version_change_nothing(shards):

@@ -167,7 +167,7 @@ class History:
         if seed % 2:
             publish(shard, who, present(shard), max(1, version + seed % 4 // 3))  # 0 is beyond the call's bounds
         elif self.is_feed:
-            hear(shard, version + seed % 4 // 2)
+            hear(shard, version + seed % 4 // 2, shard.model.staged.name)
 
     def come_and_go(self, name, seed):
         leave(self.shard, self.identity(name))
