@@ -11,6 +11,7 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Collection
 from typing import NamedTuple, Protocol
 
 from pscore.model.modelfile import StateDict
@@ -335,7 +336,7 @@ class Cuts:
             if self.newest is not None and self.newest.number == number:
                 return
             parts = [_part_of(mine), *(self._told[index] for index in range(1, self._num_shards))]
-            if mine.model.mode.is_feed and len({part.version for part in parts}) > 1:
+            if not _may_be_a_cut(mine.model, parts):
                 self._begun_at = -math.inf  # a shard has not heard yet of a version that is published: another try
                 return
             shards = {
@@ -405,6 +406,11 @@ class Cuts:
 def _view_bytes(model: ModelShard, dtype: ReaderType) -> int:
     """Return what readers of a type take beside the values: a stamp an element, and with 16 bits a window."""
     return model.span.length * (1 if dtype is None else 2)
+
+
+def _may_be_a_cut(model: ModelShard, parts: Collection[Part]) -> bool:
+    """Tell whether readers may have parts together: those of a feed if all are of one version."""
+    return not model.mode.is_feed or len({part.version for part in parts}) == 1
 
 
 def _part_of(cut: ShardCut) -> Part:

@@ -9,6 +9,7 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode
 from pscore.wire.generation import epoch
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from tests.simulator.fleet import LEASE_SECONDS
 from tests.simulator.network import CutError, RefusedError
 from tests.simulator.witness import bits, require
 from tests.simulator.worker import AGAIN, JOIN_FIRST, DeathError, Worker
@@ -101,8 +102,13 @@ class Publisher(Worker):
         self._train()
         await self._publish()
 
-    def _perhaps_die(self):
+    def _perhaps_die(self, *, with_links=False):
+        """Die now and then; ``with_links``: the other shards may not hear of shard 0 before the next life begins."""
         if self.simulation.is_rough and self.random.random() < 0.05:
+            if with_links and self.random.random() < 0.5:
+                seconds = LEASE_SECONDS + 8 * self.random.random()
+                for host in self.simulation.hosts[1:]:
+                    host.part(seconds=seconds)
             self._die()
 
     def _die(self):
@@ -117,7 +123,8 @@ class Publisher(Worker):
     def _train(self):
         """Change some words, or none: most a little, as training does."""
         words, size = self.words.clone(), self.words.numel()
-        places = torch.tensor(self.random.sample(range(size), self.random.choice((0, 1, 3, size // 4, size))), dtype=int)
+        count = self.random.choice((0, 1, 3, size // 4, size))
+        places = torch.tensor(self.random.sample(range(size), count), dtype=int)
         words[places] += torch.tensor([self.random.choice((-2, -1, 1, 2)) for _ in places], dtype=torch.int16)
         if self.random.random() < 0.5:
             words[places[:3]] = self._drawn(len(places[:3]))
@@ -241,7 +248,7 @@ class Publisher(Worker):
             request = pb.PublishRequest(identity=self.identity, generation=generation, version=version)
             await link.send(request)
             await link.end()
-            self._perhaps_die()
+            self._perhaps_die(with_links=True)
             return await link.receive(pb.PublishResponse)
 
         answer = await self._answer(place, "Publish", attempt)

@@ -192,7 +192,16 @@ class Simulation:
             await asyncio.sleep(self.random.random() * 2)
             host = self.random.choice(self.hosts)
             (what,) = self.random.choices(
-                (self._kill, self._burn, self._fill, self._fail_syncs, self._cut, self._part, self._snapshot, self._restore),
+                (
+                    self._kill,
+                    self._burn,
+                    self._fill,
+                    self._fail_syncs,
+                    self._cut,
+                    self._part,
+                    self._snapshot,
+                    self._restore,
+                ),
                 (3, 3, 1, 1, 2, 2, 2, 1),
             )
             if host.is_up:

@@ -1,10 +1,11 @@
 """Whole runs in virtual time: real shards and their RPC layer, disks that fail, connections that break.
 
 Three workers train on one to three shards: asynchronously, with SSP, in rounds, in rounds with a quorum, in
-rounds of those who are fast enough, or with WAGMA.
+rounds of those who are fast enough, or with WAGMA. Or a publisher publishes the versions of a feed.
 Processes die at any write, lose power, find no room, cannot sync; connections break at any message; operators take
 snapshots and go back. Every push that was answered is in the parameters exactly once, bit for bit; every reply has what
-its version had; and nobody waits for ever. SIMULATOR_HISTORIES and SIMULATOR_SEED choose other histories.
+its version had; every cut of a feed is one publication; and nobody waits for ever. SIMULATOR_HISTORIES and
+SIMULATOR_SEED choose other histories.
 """
 
 import os
@@ -13,10 +14,14 @@ import time
 import numpy as np
 import pytest
 
+from psservice.cuts import cuts
 from psservice.cuts.stamps import Stamps
 from psservice.cuts.tracks import Tracks
+from psservice.feed.feed_shard import FeedShard
 from psservice.model.copies import CopyOnWrite
+from psservice.shard.shard import Shard
 from psservice.state.pushes import Pushes
+from psservice.state.v1 import journal_pb2 as rec
 from tests.psservice.durability.memory_disk import Handle, MemoryDisk
 from tests.simulator.simulation import simulate
 from tests.simulator.witness import BrokenPromiseError
@@ -58,3 +63,41 @@ def test_a_shard_that_breaks_a_promise_is_found_out(where, call, broken, monkeyp
     monkeypatch.setattr(where, call, broken)
     with pytest.raises(BrokenPromiseError):
         simulate(0, 60)
+
+
+def _publish_what_is_staged_again(feed, publish=FeedShard.publish):
+    kept = feed.staged.version, feed.staged.name, feed.staged.words
+    version = publish(feed)
+    feed.staged.version, feed.staged.name, feed.staged.words = kept
+    return version
+
+
+def _publish_the_words_before(feed, publish=FeedShard.publish):
+    words, feed.staged.words = feed.staged.words, getattr(feed, "words_before", None)
+    feed.words_before = words
+    return publish(feed)
+
+
+def _commit_without_a_record_of_publications(shard, record, *rest, commit=Shard.commit):
+    return shard.state.apply(record) if isinstance(record, rec.Published) else commit(shard, record, *rest)
+
+
+@pytest.mark.parametrize(
+    ("where", "call", "broken"),
+    [
+        (FeedShard, "publish", _publish_what_is_staged_again),
+        (FeedShard, "publish", _publish_the_words_before),
+        (cuts, "_may_be_a_cut", lambda *_: True),
+        (Shard, "commit", _commit_without_a_record_of_publications),
+    ],
+    ids=[
+        "a publication that stays staged",
+        "words of another version",
+        "cuts of unequal versions",
+        "publications that are not written down",
+    ],
+)
+def test_a_shard_of_a_feed_that_breaks_a_promise_is_found_out(where, call, broken, monkeypatch):
+    monkeypatch.setattr(where, call, broken)
+    with pytest.raises(BrokenPromiseError):
+        simulate(0, 60, "feed")

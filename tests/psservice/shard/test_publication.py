@@ -181,7 +181,7 @@ def test_a_shard_that_lacks_a_version_says_so_once_and_is_whole_with_the_next(sh
 
 
 def test_a_publication_that_took_another_ones_place_under_its_number_is_not_taken_for_it(shards):
-    """Shard 0 has published version 1 of a publisher that died; the next one does not know, nor does the other shard."""
+    """Shard 0 has published version 1 of a publisher that died; neither the next one nor the other shard knows."""
     zero, one = shards
     stage_everywhere(shards, 1, 0, words(1))
     publish_at(zero, 1)
