@@ -27,11 +27,18 @@ class Publications:
     """The words of versions: of those that may have been published, by epoch, and of those that somebody has seen."""
 
     def __init__(self):
-        self._candidates, self._known = {}, {}
+        self._candidates, self._known, self._names = {}, {}, {}
 
     def begin(self, generation, version, words):
         """A publication may come to pass from now on."""
         self._candidates.setdefault((epoch(generation), version), set()).add(bits(words))
+
+    def written(self, index, version, name):
+        """A shard writes down that it publishes what a push has staged: the others what shard 0 has published."""
+        names = self._names.setdefault(version, set())
+        if not index:
+            names.add(name)
+        require(name in names, f"shard {index} publishes version {version} as another push has staged it")
 
     def told(self, generation, version, words):
         """The publisher is told that a version, of shard 0's generation, is published."""
@@ -96,7 +103,7 @@ class Publisher(Worker):
             self.baseline = self.held = None
 
     async def _take_step(self):
-        await asyncio.sleep(self.random.choice((0.01, 0.2, self.random.random())))
+        await asyncio.sleep(self.random.choice((0.01, 0.2, 3 * self.random.random())))
         self._perhaps_die()
         self.done += 1
         self._train()

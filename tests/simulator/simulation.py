@@ -5,6 +5,7 @@ import logging
 import random
 import secrets
 from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
 import torch
@@ -121,12 +122,14 @@ class Simulation:
     async def _run(self):
         self.main = asyncio.current_task()
         for index in range(self.num_shards):
-            witness = Witness(self.entries[index].__getitem__, in_rounds=self.in_rounds)
+            publishes = partial(self.publications.written, index)
+            entries_of = self.entries[index].__getitem__
+            witness = Witness(entries_of, in_rounds=self.in_rounds, publishes=publishes)
             self.hosts.append(Host(self, index, witness))
         for host in self.hosts:
             host.start()
         if self.is_feed:
-            self.workers = [Publisher(self, "publisher", self.random.randint(5, 15))]
+            self.workers = [Publisher(self, "publisher", self.random.randint(5, 25))]
         else:
             self.workers = [Worker(self, name, self.random.randint(3, 7)) for name in NAMES]
         troubles = self.start_task(self._make_trouble())
@@ -189,7 +192,7 @@ class Simulation:
 
     async def _make_trouble(self):
         for _ in range(self.random.randint(2, 10)):
-            await asyncio.sleep(self.random.random() * 2)
+            await asyncio.sleep(self.random.random() * (6 if self.is_feed else 2))  # lives begin late
             host = self.random.choice(self.hosts)
             (what,) = self.random.choices(
                 (

@@ -72,6 +72,8 @@ class State(NamedTuple):
 class Witness:
     """One shard's states as its records make them, and what must be left of them after a crash.
 
+    ``publishes`` is called with each version of a feed that is written down as published, and the name of its push.
+
     Attributes:
         states: of the present history, oldest first; an index each.
         told: index of the newest state that somebody was told of.
@@ -79,8 +81,8 @@ class Witness:
         restoring: versions to which an operator wants the shard to go back.
     """
 
-    def __init__(self, entries_of, *, in_rounds):
-        self._entries_of, self._in_rounds = entries_of, in_rounds
+    def __init__(self, entries_of, *, in_rounds, publishes=lambda version, name: None):
+        self._entries_of, self._in_rounds, self._publishes = entries_of, in_rounds, publishes
         self.states, self.told, self.generation, self.values = [], 0, 0, {}
         self.restoring = set()
         self._applied = {}  # index of the first state that has a push, by identity and step
@@ -108,7 +110,9 @@ class Witness:
             else:
                 self._add(state.contributed(key[0], entries) if self._in_rounds else state.pushed(entries))
         elif isinstance(record, rec.Published):
-            require(record.version == self.states[-1].staged[0], f"version {record.version} is published, not staged")
+            version, _, name = self.states[-1].staged
+            require(record.version == version, f"version {record.version} is published, and {version} is staged")
+            self._publishes(version, name)
             self._add(self.states[-1].published())
         elif isinstance(record, rec.RoundClosed):
             self._add(self.states[-1].closed())
