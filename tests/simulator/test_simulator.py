@@ -28,8 +28,11 @@ from tests.simulator.witness import BrokenPromiseError
 
 HISTORIES = int(os.environ.get("SIMULATOR_HISTORIES", "100"))
 FIRST_SEED = int(os.environ.get("SIMULATOR_SEED", "0"))
+FOUND_WITHIN = 300  # histories: some promises are seldom put to the test, and the first breach ends it
+SECONDS = 600  # of a busy machine
 
 
+@pytest.mark.timeout(SECONDS)
 def test_every_promise_is_kept_in_every_history(capsys):
     began = time.monotonic()
     simulate(FIRST_SEED, HISTORIES)
@@ -38,6 +41,7 @@ def test_every_promise_is_kept_in_every_history(capsys):
         print(f" {HISTORIES} histories, {rate:.0f} a minute ", end="")
 
 
+@pytest.mark.timeout(SECONDS)
 @pytest.mark.parametrize(
     ("where", "call", "broken"),
     [
@@ -62,7 +66,7 @@ def test_every_promise_is_kept_in_every_history(capsys):
 def test_a_shard_that_breaks_a_promise_is_found_out(where, call, broken, monkeypatch):
     monkeypatch.setattr(where, call, broken)
     with pytest.raises(BrokenPromiseError):
-        simulate(0, 60)
+        simulate(0, FOUND_WITHIN)
 
 
 def _publish_what_is_staged_again(feed, publish=FeedShard.publish):
@@ -82,6 +86,7 @@ def _commit_without_a_record_of_publications(shard, record, *rest, commit=Shard.
     return shard.state.apply(record) if isinstance(record, rec.Published) else commit(shard, record, *rest)
 
 
+@pytest.mark.timeout(SECONDS)
 @pytest.mark.parametrize(
     ("where", "call", "broken"),
     [
@@ -100,4 +105,4 @@ def _commit_without_a_record_of_publications(shard, record, *rest, commit=Shard.
 def test_a_shard_of_a_feed_that_breaks_a_promise_is_found_out(where, call, broken, monkeypatch):
     monkeypatch.setattr(where, call, broken)
     with pytest.raises(BrokenPromiseError):
-        simulate(0, 60, "feed")
+        simulate(0, FOUND_WITHIN, "feed")
