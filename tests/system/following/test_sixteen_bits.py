@@ -9,7 +9,15 @@ import psclient
 from psclient import DirectorySink, Follower, LocalServer, errors
 from psclient.reader import follower as follower_module
 from psclient.reader import shard_reader
-from tests.system.following.following_tools import READING, SECONDS, loaded, parameters_of, same, training
+from tests.system.following.following_tools import (
+    READING,
+    SECONDS,
+    SleepyEngine,
+    loaded,
+    parameters_of,
+    same,
+    training,
+)
 from tests.system.tools import make_model, wait_until
 
 NARROW = [torch.bfloat16, torch.float16]
@@ -24,30 +32,10 @@ def rounded(tensors, dtype):
     return {name: value.to(dtype) for name, value in tensors.items()}
 
 
-class Engine:
-    """Takes patches."""
-
-    def __init__(self):
-        self.tensors, self.staged = {}, []
-
-    def stage(self, patches):
-        self.staged = patches
-
-    def commit(self, cut):
-        for patch in self.staged:
-            if patch.indices is None:
-                self.tensors[patch.name] = patch.values.clone()
-            else:
-                self.tensors[patch.name].view(-1)[patch.indices] = patch.values
-
-    def abort(self):
-        self.staged = []
-
-
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("shards", [1, 2])
 def test_modules_directories_and_engines_have_the_rounded_model(tmp_path, dtype, shards):
-    module, exact, engine, wrong = make_model(1).to(dtype), make_model(2), Engine(), []
+    module, exact, engine, wrong = make_model(1).to(dtype), make_model(2), SleepyEngine(), []
     with LocalServer(shards=shards, cut_seconds=0.01) as server, training(server, lr=1e-3) as run:
         run.steps()
 
@@ -299,7 +287,7 @@ def test_other_types_are_refused_at_once(tmp_path, dtype):
     with pytest.raises(errors.ConfigurationError, match=r"torch\.bfloat16"):
         DirectorySink(tmp_path, dtype)
     with pytest.raises(errors.ConfigurationError, match=r"torch\.bfloat16"):
-        Follower("localhost:1", Engine(), dtype=dtype)
+        Follower("localhost:1", SleepyEngine(), dtype=dtype)
 
 
 def test_the_type_of_a_directory_is_named_with_it(tmp_path):
