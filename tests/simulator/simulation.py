@@ -256,15 +256,16 @@ class Simulation:
 
     async def _restore(self, _):
         """Take all shards back to an older version, or none."""
-        targets = {}
+        if not all(host.witness.states for host in self.hosts):
+            return
+        known, targets = [], {}  # shards of a feed may lack versions between others
         for host in self.hosts:
-            if not host.witness.states:
-                return
-            newest = host.witness.states[-1].version
-            targets[host] = max(host.witness.states[0].version, newest - self.random.randint(0, 3))
-        if self.is_feed and self.random.random() < 0.7:
-            oldest = max(host.witness.states[0].version for host in self.hosts)
-            targets = dict.fromkeys(targets, max(oldest, min(targets.values())))
+            known.append(sorted({state.version for state in host.witness.states}))
+            targets[host] = known[-1][-min(len(known[-1]), self.random.randint(1, 4))]
+        common = set.intersection(*map(set, known))
+        if self.is_feed and common and self.random.random() < 0.7:
+            target = max((version for version in common if version <= min(targets.values())), default=min(common))
+            targets = dict.fromkeys(targets, target)
         for host, version in targets.items():
             host.witness.restoring.add(version)
         self.note(f"a restore to {[*targets.values()]}")
