@@ -134,10 +134,8 @@ class ModuleSink(Sink):
 
     def _tensors_of(self, layout: ModelLayout) -> list[torch.Tensor]:
         named = self._named("_parameters")
-        if layout.word_bytes:  # with buffers among its tensors
-            named = self._named("_buffers") | named
-            return [self._find(spec, named) for spec in layout.parameters]
-        tensors = [self._find(spec, named) for spec in layout.parameters]
+        all_named = self._named("_buffers") | named if layout.word_bytes else named  # a feed has buffers among its own
+        tensors = [self._find(spec, all_named) for spec in layout.parameters]
         for spec, tensor in zip(layout.parameters, tensors, strict=True):
             for alias in spec.aliases:
                 if named.get(self._rename(alias), tensor) is not tensor:

@@ -179,6 +179,31 @@ def test_nothing_and_twice_the_same_name_cannot_be_published():
                 publisher.publish(source)
 
 
+def test_a_module_with_a_parameter_that_the_feed_lacks_is_told_so():
+    model, larger = make_model(0), make_model(0)
+    larger.extra = torch.nn.Parameter(torch.zeros(3))
+    with LocalServer() as server, Publisher(server, settings=QUIET) as publisher:
+        publisher.publish(model)
+        with (
+            psclient.follow(server, larger, settings=QUIET) as follower,
+            pytest.raises(SparsepsError, match="the run has no parameter extra"),
+        ):
+            follower.wait_for(0, SECONDS)
+
+
+def test_what_others_write_into_a_module_that_follows_a_feed_is_found(caplog):
+    model, module = make_model(0), make_model(1)
+    with LocalServer(cut_seconds=0.01) as server, Publisher(server, settings=QUIET) as publisher:
+        publisher.publish(model)
+        with psclient.follow(server, module, settings=QUIET) as follower:
+            with follower.hold(SECONDS), torch.no_grad():
+                next(module.parameters()).add_(1.0)
+            publisher.publish(model)
+            with follower.at_least(1, SECONDS):
+                assert same_bits(dict(module.state_dict()), dict(model.state_dict()))
+    assert "others have written" in caplog.text
+
+
 def test_a_feed_has_one_publisher_and_no_workers():
     tensors = odd_tensors()
     with LocalServer(lease_seconds=2.0) as server, Publisher(server, settings=QUIET) as publisher:
