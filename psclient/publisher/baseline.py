@@ -21,6 +21,7 @@ from psclient.publisher.source import Octets
 from pscore.model.digest import ModelDigest
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
+from pscore.wire.dense import cut
 
 Words = NDArray[Any]
 
@@ -80,7 +81,6 @@ class Baseline:
 
     def begin(self) -> None:
         """Forget the words, to add others."""
-        self.held = None
         self._forget()
         self._octets = np.empty(0, np.uint8)  # unmapped first
         os.ftruncate(self._descriptor, 0)
@@ -164,8 +164,7 @@ class Baseline:
 
     def _parts(self, span: Span) -> Iterator[SparseSlice]:
         words, dtype = self.words, self.layout.value_dtype
-        for start in range(span.start, span.end, _BLOCK):
-            part = Span(start, min(span.end, start + _BLOCK))
+        for part in cut(span, _BLOCK):
             yield SparseSlice(part, None, torch.from_numpy(words[part.start : part.end].copy()).view(dtype))
 
     def digest(self) -> bytes:

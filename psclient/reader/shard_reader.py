@@ -101,7 +101,7 @@ class ShardReader:
             try:
                 with self.connection.tracked(stream):
                     messages = iter(lambda: stream.receive(seconds, policy.limit), None)
-                    return self._read(messages, version, base, before, policy)
+                    return self._read(messages, version, base, before, policy, residues=request.residues)
             finally:
                 stream.close()
 
@@ -169,8 +169,10 @@ class ShardReader:
         base: ShardVersion | None,
         before: _Partial | None,
         policy: RetryPolicy,
+        *,
+        residues: bool,
     ) -> FetchedShard:
-        own = self._own if self._takes_residues(base, before) else None
+        own = self._own if residues else None
         reader, buffers = frames.ChunkReader(self.span, own=own, dtype=self._layout.value_dtype), b""
         pieces: frames.BytesReader | None = None
         received, began = 0, 0.0

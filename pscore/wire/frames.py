@@ -11,7 +11,7 @@ from isal.isal_zlib import crc32
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.codecs import residue
-from pscore.wire.codecs.format import MAX_ENTRIES, Offsets, ValueFormat
+from pscore.wire.codecs.format import MAX_ENTRIES, Offsets, ValueFormat, check_count
 from pscore.wire.codecs.index import INDEX_FORMATS, choose, decode_offsets
 from pscore.wire.codecs.values import CODEC_OF_DTYPE, decode_values, format_of, host_values
 from pscore.wire.errors import ErrorCode, Rejected
@@ -189,8 +189,7 @@ def decode(
         offsets = decode_offsets(index, indices, count, length, start - span.start)
     if decoded is None:
         assert own is not None
-        if count > MAX_ENTRIES:
-            raise Rejected(ErrorCode.BAD_CHUNK, f"{count} entries in one chunk, at most {MAX_ENTRIES} are taken")
+        check_count(count)
         mine = own(span, offsets)
         words = residue.decode(data, mine.view(torch.uint16).numpy())
         decoded = torch.from_numpy(words).view(mine.dtype).to(dtype)

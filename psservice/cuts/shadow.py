@@ -5,12 +5,13 @@ replies are. So it takes four bytes a parameter once somebody follows, and the o
 overwritten.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 import torch
 
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
+from pscore.wire.dense import cut
 from psservice.cuts.view import View
 from psservice.model.copies import CopyOnWrite, values_at
 from psservice.model.parameters import ModelShard
@@ -121,14 +122,9 @@ class Shadow:
     def _view(self, dtype: ReaderType) -> View:
         model = self.model
         view = View(model.layout.viewed_in(dtype), model.span, self.version)
-        for part in self._blocks():
+        for part in cut(model.span, _BLOCK):
             view.add(SparseSlice(part, None, self._place(part)).cpu())
         return view
-
-    def _blocks(self) -> Iterator[Span]:
-        span = self.model.span
-        for start in range(span.start, span.end, _BLOCK):
-            yield Span(start, min(span.end, start + _BLOCK))
 
     def _place(self, part: Span) -> torch.Tensor:
         start = self.model.span.start

@@ -58,10 +58,14 @@ class FeedShard(ModelShard):
         self.staged, self.lacks = Staged(self.span), 0
         self.staged.published = self.version, ""
 
+    def version_after(self, base_version: int) -> int:
+        """Return the version that a publication will be: the one behind its base."""
+        return base_version + 1
+
     @traced("apply")
     def take(self, worker: str, push: SparseSlice | None, context: PushContext = PLAIN, step: int = 0) -> int:
         """Stage a publication in the place of another one; return the version that it will be, behind its base."""
-        version = (self.version if context.base_version is None else context.base_version) + 1
+        version = self.version_after(self.version if context.base_version is None else context.base_version)
         self.staged.version, self.staged.name = version, context.name
         self.staged.words = None if push is None else _copied(push)
         return version

@@ -107,6 +107,10 @@ class ModelShard:
             context = replace(context, group_rates=rates)
         return None if push is None else self._corrected(push, context), context
 
+    def version_after(self, base_version: int) -> int:
+        """Return the version that the next push leads to, if it is computed at a base version."""
+        return self.version + 1
+
     def apply(self, push: SparseSlice | None, context: PushContext = PLAIN) -> int:
         """Apply one update over the shard's span (``None``: it has no entries) and return the new version."""
         before = self._overwritten(push) if self._undo_log is not None else None

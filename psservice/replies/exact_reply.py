@@ -17,6 +17,7 @@ import torch
 
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice, entries
+from pscore.wire.dense import cut
 from pscore.wire.frames import WireForm
 from psservice.model.changelog import gather, most_changed, union
 from psservice.model.copies import TensorCopy
@@ -68,8 +69,7 @@ class ModelValues:
 
     def parts(self, span: Span) -> Iterator[SparseSlice]:
         """Read a part of the model piece by piece."""
-        for start in range(span.start, span.end, _PART_ELEMENTS):
-            part = Span(start, min(span.end, start + _PART_ELEMENTS))
+        for part in cut(span, _PART_ELEMENTS):
             yield SparseSlice(part, None, self.read(part))
 
 

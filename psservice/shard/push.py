@@ -117,7 +117,7 @@ def _decide(shard: Shard, member: Member, header: pb.PushHeader, finished: Mappi
         learning_rate=header.learning_rate,
         group_rates=header.group_rates,
         finished=[rec.DatasetPlaces(dataset=name, places=places_of(share)) for name, share in finished.items()],
-        version=(header.base_version if is_feed else model.version) + 1,
+        version=model.version_after(header.base_version),
         staleness=staleness,
     )
 

@@ -83,8 +83,8 @@ class ShardState:
 
     def _push(self, record: rec.Pushed, update: SparseSlice | None) -> PushAnswer:
         model, identity = self._model(), identity_of(record.worker)
-        base = record.base_version if model.mode.is_feed else model.version
-        if (record.generation, record.version) != (model.generation, base + 1) or base < model.version:
+        expected = model.generation, model.version_after(record.base_version)
+        if (record.generation, record.version) != expected or record.version <= model.version:
             raise ValueError(
                 f"it is version {record.version} of generation {record.generation}, and follows version "
                 f"{model.version} of {model.generation}"

@@ -45,7 +45,7 @@ class IndexFormat:
 
     def decode(self, data: bytes, count: int, length: int, base: int = 0) -> Offsets:
         """Read ``count`` offsets and add ``base``; raises :class:`Rejected` (``BAD_CHUNK``)."""
-        _check_count(count)
+        check_count(count)
         offsets = self.read(data, count, length, base)
         if count and (last := int(offsets[-1]) - base) >= length:
             raise Rejected(ErrorCode.BAD_CHUNK, f"index {last} lies outside a span of {length} elements")
@@ -88,12 +88,13 @@ class ValueFormat:
 
     def decode(self, data: bytes, count: int) -> Values:
         """Read ``count`` finite values; raises :class:`Rejected` (``BAD_CHUNK`` before allocating; ``NON_FINITE``)."""
-        _check_count(count)
+        check_count(count)
         if len(data) != self.size(count):
             raise Rejected(ErrorCode.BAD_CHUNK, f"{len(data)} value bytes, {count} entries in {self.name} need others")
         return self.read(data, count)
 
 
-def _check_count(count: int) -> None:
+def check_count(count: int) -> None:
+    """Raise :class:`Rejected` (``BAD_CHUNK``) if one chunk may not have so many entries."""
     if not 0 <= count <= MAX_ENTRIES:
         raise Rejected(ErrorCode.BAD_CHUNK, f"{count} entries in one chunk, at most {MAX_ENTRIES} are taken")
