@@ -1,4 +1,4 @@
-"""What the feed has, as the publisher knows it: a mapped file of the words of the version that was published last.
+"""The publisher's baseline: a mapped file of the words of the version that was published last.
 
 The file is as long as the model. Beside it, ``NAME.json`` says which version of which run it is, and its digest; both
 are written once a version is published. A file whose digest is another is not believed.
@@ -121,7 +121,7 @@ class Baseline:
         return digest
 
     def change(self, changes: Iterable[SparseSlice]) -> None:
-        """Put words in the place of others; what is held must be named anew by :meth:`hold`."""
+        """Put words in the place of others; the version must be named anew by :meth:`hold`."""
         assert self._digest is not None
         self._forget()
         for change in changes:

@@ -1,4 +1,4 @@
-"""The compiled loop that compares what is published with what the feed has."""
+"""The compiled loop that compares the words of a source with those of the baseline."""
 
 # mypy: ignore-errors
 

@@ -1,4 +1,4 @@
-"""The publisher of a feed: compares what it is given with what the feed has, and publishes the words that differ."""
+"""The publisher of a feed: compares a source with its baseline, and publishes the words that differ."""
 
 import logging
 import time
@@ -275,7 +275,7 @@ class Publisher:
         return [*zip(run.each(run.shards, lambda shard: shard.await_ack(run.policy())), sent, strict=True)]
 
     def _settle(self, run: Run) -> Rejected | None:
-        """Publish what every shard has staged, if there is something; note it, or return the refusal."""
+        """Publish the version that every shard has staged, if there is one; note it, or return the refusal."""
         prepared = self._prepared
         if prepared is None:
             return None

@@ -1,4 +1,4 @@
-"""What is published: the tensors of a module, a state dict, or any iterator of names and tensors."""
+"""The sources of a publisher: a module, a state dict, or any iterator of names and tensors."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -22,7 +22,7 @@ _WIDEST_WORD = 4
 
 
 def named(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and tensors; raises :class:`ConfigurationError` for what is not published."""
+    """Yield names and tensors; raises :class:`ConfigurationError` for a tensor that cannot be published."""
     if isinstance(source, torch.nn.Module):
         source = source.state_dict()
     pairs: Iterable[Any] = source.items() if isinstance(source, Mapping) else source

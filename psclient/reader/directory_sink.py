@@ -111,7 +111,7 @@ class DirectorySink(Sink):
         return SparseSlice(entries.span, entries.offsets, values)
 
     def tensors(self) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-        """Yield all parameters and buffers that are held, each whole."""
+        """Yield all parameters and buffers of the files, each whole."""
         layout, files = self._layout, self._files
         assert layout is not None
         for name, group in zip(files.names, self._groups, strict=True):

@@ -258,7 +258,7 @@ def _end_dropped(following: "_Following", sink: Sink) -> None:
 
 
 class _Following:
-    """What a follower's thread works with.
+    """The state of a follower's thread.
 
     The thread refers to this object alone. The follower, with its sink and its callback, can so be collected while the
     thread waits for a server.
@@ -549,7 +549,7 @@ class _Following:
         self._tell(cut)
 
     def _is_as_staged(self) -> bool:
-        """Tell whether what follows is as it was before the fetch; if not, drop what is staged for it."""
+        """Tell whether the sink's tensors are those from before the fetch; if not, drop the staged cut."""
         with contextlib.suppress(MisfitError):  # it was converted
             if self._sink.is_current():
                 return True

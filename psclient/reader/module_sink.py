@@ -177,7 +177,7 @@ class ModuleSink(Sink):
 
 
 def _replica_of(layout: ModelLayout, tensors: Sequence[torch.Tensor]) -> Replica:
-    """Return what writes to the tensors: by their words, if they are a feed's."""
+    """Return the tensors' replica: of their words, if they are a feed's."""
     if not layout.word_bytes:
         return Replica(layout, tensors)
     for spec, tensor in zip(layout.parameters, tensors, strict=True):

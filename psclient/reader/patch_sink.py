@@ -79,7 +79,7 @@ class PatchSink(Sink):
         self._fingerprint = b""
 
     def dtype(self, layout: ModelLayout | None) -> torch.dtype | None:
-        """Return what was asked for."""
+        """Return the data type that was asked for."""
         return self._dtype
 
     def open(self, layout: ModelLayout) -> Cut | None:
@@ -104,7 +104,7 @@ class PatchSink(Sink):
         return self._copy is None or self._copy.is_current()
 
     def read(self, entries: SparseSlice) -> SparseSlice | None:
-        """Return what the directory holds; nothing without one."""
+        """Return the values in the directory; nothing without one."""
         return self._copy.read(entries) if self._copy is not None else None
 
     def buffers(self) -> bytes:

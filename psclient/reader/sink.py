@@ -14,7 +14,7 @@ from pscore.wire.messages import READER_DTYPES
 
 
 class MisfitError(ConfigurationError):
-    """What follows has other tensors than the model: for good, or until a conversion of it is done."""
+    """The sink has other tensors than the model: for good, or until a conversion of it is done."""
 
 
 @dataclass(frozen=True, slots=True)

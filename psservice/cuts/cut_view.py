@@ -1,4 +1,4 @@
-"""A cut as readers of one data type have it, and what they lack of it."""
+"""A cut as readers of one data type have it, and the elements that they lack of it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,7 +50,9 @@ class CutView:
     tracks: Tracks
 
     def since(self, version: int | None, reserve: Reserve, find: Find) -> Changes | None:
-        """Return what readers with a version lack; ``None`` for everything. Raises :class:`Rejected` by ``reserve``.
+        """Return the elements that readers with a version lack; ``None`` for all.
+
+        Raises :class:`Rejected` by ``reserve``.
 
         The best is known of versions whose values are kept, then of those that are tracked, then of any since the
         shadow began, and of others what the change log tells.
@@ -96,7 +98,7 @@ class CutView:
         return self.stamps.distances(version if names_values else -1, offsets)
 
     def _logged_since(self, version: int) -> Offsets | None:
-        """Return what has changed since a version from before the shadow, as far as the model's change log goes."""
+        """Return the elements that have changed since a version from before the shadow, if the change log has them."""
         model, size = self.values.model, self.values.model.span.length
         changes = model.changes_between(version, self.stamps.began)
         since = self.stamps.since(self.stamps.began)

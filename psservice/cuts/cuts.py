@@ -404,7 +404,7 @@ class Cuts:
 
 
 def _view_bytes(model: ModelShard, dtype: ReaderType) -> int:
-    """Return what readers of a type take beside the values: a stamp an element, and with 16 bits a window."""
+    """Return the bytes of a type's view: a stamp an element, and with 16 bits a window."""
     return model.span.length * (1 if dtype is None else 2)
 
 

@@ -140,7 +140,7 @@ def _within(changes: Changes, part: Span, span: Span) -> slice:
 def _pieces(
     view: CutView, part: Span, version: int | None, changes: Changes | None, form: ReaderForm
 ) -> Iterator[SparseSlice | Residues]:
-    """Yield what is sent of a part: residues if the reader takes them, and words of 16 bits."""
+    """Yield the segments of a part: residues of 16-bit words if the reader takes them, else values."""
     first = 0 if changes is None else _within(changes, part, view.values.model.span).start
     for segment in _segments(view.values, part, changes):
         for piece in rounded_slices(view.layout, segment):

@@ -24,7 +24,7 @@ def move(windows, offsets, steps):
 
 @compiled
 def shift(track, offsets, steps):
-    """Add steps to those of a track; what leaves 127 on either side is -128 from then on."""
+    """Add steps to those of a track; a number that leaves 127 on either side is -128 from then on."""
     for i in range(offsets.size):
         have = np.int32(track[offsets[i]])
         if have != -128:

@@ -57,7 +57,7 @@ class Stamps:
             stamp_loops.move.on(offsets.size)(self._windows[1], offsets, steps)
 
     def end(self, version: int) -> None:
-        """Say which version has changed what was noted."""
+        """Name the version whose changes were noted."""
         epochs, versions, numbers = self._state
         if numbers[-1] != self._epoch:  # else the version before has the same values
             self._state = epochs, [*versions, version], [*numbers, self._epoch]

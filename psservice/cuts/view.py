@@ -68,7 +68,7 @@ class View:
         self.tracks.begin(version, np.concatenate(offsets), np.concatenate(steps))
 
     def end(self, version: int) -> None:
-        """Say which version has changed what was changed."""
+        """Name the version to which the changes since the last call lead."""
         self.stamps.end(version)
 
 

@@ -11,7 +11,7 @@ from psservice.rules.base import PLAIN, PushContext, RuleState
 
 
 class Staged:
-    """What is staged for the next version.
+    """The publication that is staged for the next version.
 
     Attributes:
         version: that it will be; 0 if nothing is staged.
@@ -30,7 +30,7 @@ class Staged:
         self.version, self.name, self.words = 0, "", None
 
     def export(self) -> RuleState:
-        """Return what is staged: the tensors themselves, which do not change."""
+        """Return the staged publication: the tensors themselves, which do not change."""
         words = self.words
         tensors = {} if words is None else {"words": words.values}
         if words is not None and words.offsets is not None:
@@ -38,7 +38,7 @@ class Staged:
         return RuleState({"version": self.version, "name": self.name, "published": [*self.published]}, tensors)
 
     def restore(self, state: RuleState) -> None:
-        """Restore what was staged; raises ``ValueError`` or ``KeyError`` if the state does not fit."""
+        """Restore a staged publication; raises ``ValueError`` or ``KeyError`` if the state does not fit."""
         plain, words = state.plain, state.tensors.get("words")
         self.version, self.name = int(plain["version"]), str(plain["name"])
         self.published = int(plain["published"][0]), str(plain["published"][1])
@@ -71,7 +71,7 @@ class FeedShard(ModelShard):
         return version
 
     def publish(self) -> int:
-        """Make what is staged the feed's version, and return that; raises ``ValueError`` if nothing is staged."""
+        """Make the staged publication the feed's version, and return that; raises ``ValueError`` if there is none."""
         if not self.staged.version:
             raise ValueError("nothing is staged")
         self.version = self.staged.version - 1  # shards that lack versions catch up
@@ -81,7 +81,7 @@ class FeedShard(ModelShard):
         return version
 
     def begin_rounds_anew(self, dropped: Collection[str]) -> None:
-        """Drop what was staged: the history in which it was to be published has ended."""
+        """Drop the staged publication: the history that it belongs to has ended."""
         self.staged.clear()
 
     def _parts(self) -> dict[str, ModelPart]:

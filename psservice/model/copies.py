@@ -112,7 +112,7 @@ class _Watched:
         return new, values_at(self.flat, new)
 
     def merge(self) -> None:
-        """Let each inner part of what is kept that no copy begins at be one with the part before it."""
+        """Join each inner part of the kept values, if no copy begins at it, to the part before it."""
         for place in range(len(self.kept) - 2, 0, -1):
             before, kept = self.kept[place - 1], self.kept[place]
             if kept.readers:
