@@ -20,6 +20,7 @@ _FEW = 0.75  # share of k below which what has changed is not enough, and the wh
 _DIGIT = 11  # bits
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
+_ROUNDING = np.float32(2**-22)  # share of a difference that may be lost by it and by the sum that undoes it
 _0, _1 = np.uint64(0), np.uint64(1)
 
 
@@ -208,17 +209,21 @@ def select(a, b, among, is_among, starts, ends, ks, rooms, samples, bounds, offs
 
 
 @compiled
-def rounded(offsets, values, arrived, ends, bounds, found):
-    """Copy the offsets of values that arrived so rounded that the rest may exceed a bound; return how many.
+def left_of(x, y, offsets, values, arrived, ends, bounds, found):
+    """Copy the offsets at which ``x − y`` still exceeds its tensor's bound; return how many.
 
-    ``ends`` and ``bounds`` are as for :func:`select`. The half of a bound leaves room for the rounding of the sum.
+    ``values`` were ``x − y``, and ``arrived`` has been added to ``y``; ``ends`` and ``bounds`` are as for
+    :func:`select`. If ``x`` is the same still, ``2·|value − arrived| + 2⁻²²·|value|`` bounds what is left: numbers
+    within a factor of 2 have an exact difference, and others one of at least half of the larger number. So ``x`` and ``y``, which lie far apart, are seldom read.
     """
     t, count = 0, 0
     for i in range(offsets.size):
-        while offsets[i] >= ends[t]:
+        offset, value = offsets[i], values[i]
+        while offset >= ends[t]:
             t += 1
-        found[count] = offsets[i]
-        count += abs(values[i] - arrived[i]) > bounds[t] / np.float32(2)
+        if np.float32(2) * abs(value - arrived[i]) + _ROUNDING * abs(value) > bounds[t]:
+            found[count] = offset
+            count += abs(x[offset] - y[offset]) > bounds[t]
     return count
 
 
@@ -229,4 +234,4 @@ def warm_up() -> None:
     merge(one, x[:1], one, x[:1], offsets, values)
     add_at(x, one, x[:1])
     select(x, x, one, False, 0 * one, 64 * one, one, 64 * one, 64 * one, x[:1], offsets, values)
-    rounded(one, x[:1], x[:1], 64 * one, x[:1], offsets)
+    left_of(x, x, one, x[:1], x[:1], 64 * one, x[:1], offsets)

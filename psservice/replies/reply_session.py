@@ -24,7 +24,7 @@ from psservice.replies.exact_reply import (
 )
 from psservice.replies.reply_mode import ReplyRule
 from psservice.replies.shared_reply import Messages, ReplyMessages
-from psservice.replies.topk import DifferenceSelection, SelectedEntries, TopKSettings, add_at
+from psservice.replies.topk import DifferenceSelection, SelectedEntries, Sent, TopKSettings, add_at
 
 _PENDING_ENTRY_BYTES = 24
 """Of a top-k reply that is kept until it is acknowledged: as selected, as written, and as it is added to the image."""
@@ -263,7 +263,7 @@ class ReplyMaker:
             chunks = [piece.chunk for piece in encoded]
         messages = ReplyMessages(chunks, self.form, self.topk.chunk_bytes)
         reply = self._reply(ReplyMode.TOPK, selected.version, arrived.numel(), messages, changed_density, image=True)
-        selection.commit(selected, taken, arrived)  # nothing can fail any more: the reply is pending from here on
+        selection.commit(selected, Sent(taken, arrived))  # nothing can fail any more: the reply is pending from here on
         return _Pending(reply, self.request.acknowledged, added=(taken.offsets, arrived))
 
     def _closing(self, image: torch.Tensor, changed_density: float) -> _Pending | None:

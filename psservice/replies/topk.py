@@ -1,8 +1,9 @@
 """Selecting from the difference between a shard and the image of a replica, among what changed if that is less.
 
 After a selection no entry that was not sent differs by more than the smallest one that was: the tensor's *bound*. So
-the next selection searches only the entries that the log of changes names and those that were sent rounded. If enough
-of them exceed the bound, the result is that of a full search. Otherwise that tensor is searched whole, and its bound
+the next selection searches only the entries that the log of changes names, and those of the last reply that have not
+become what they should: each was sent rounded, as a difference and as a sum at least. If enough of them exceed the
+bound, the result is that of a full search. Otherwise that tensor is searched whole, and its bound
 falls.
 
 On the host the default selector is one call over all tensors (:func:`psservice.replies.reply_loops.select`). Another
@@ -53,6 +54,13 @@ class SelectedEntries(NamedTuple):
 
     offsets: torch.Tensor
     values: torch.Tensor
+
+
+class Sent(NamedTuple):
+    """Entries as they were selected, and the values that ``arrived`` in their place."""
+
+    entries: SelectedEntries
+    arrived: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +160,7 @@ class Table:
         offsets, values = np.empty(self.room, np.int64), np.empty(self.room, np.float32)
         candidates = np.empty(0, np.int64) if among is None else among.long().numpy()
         count = reply_loops.select.on(theta.numel())(
-            theta.cpu().numpy(), image.cpu().numpy(), candidates, among is not None, self.starts, self.ends, self.ks,
+            theta.numpy(), image.numpy(), candidates, among is not None, self.starts, self.ends, self.ks,
             self._rooms, self._samples, bounds, offsets, values,
         )  # fmt: skip
         offsets.resize(count, refcheck=False)  # frees the rest, and copies nothing
@@ -179,13 +187,15 @@ class Table:
             self._segments.wait()
         return SelectedEntries(torch.from_numpy(selected.offsets), torch.from_numpy(selected.values))
 
-    def rounded(self, taken: SelectedEntries, arrived: torch.Tensor) -> torch.Tensor:
-        """Return the offsets at which what is left of values that arrived rounded may exceed a tensor's bound."""
-        offsets, size = np.empty(taken.offsets.numel(), np.int64), taken.offsets.numel()
-        count = reply_loops.rounded.on(size)(
-            taken.offsets.numpy(), taken.values.numpy(), arrived.numpy(), self.ends, self.bounds, offsets
-        )
-        return torch.from_numpy(offsets[:count].copy())
+    def left_of(self, sent: Sent, theta: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+        """Return the offsets of sent entries at which what is left of the difference exceeds its tensor's bound."""
+        (offsets, values), size = sent.entries, sent.arrived.numel()
+        found = np.empty(size, np.int64)
+        count = reply_loops.left_of.on(size)(
+            theta.numpy(), image.numpy(), offsets.numpy(), values.numpy(), sent.arrived.numpy(), self.ends,
+            self.bounds, found,
+        )  # fmt: skip
+        return torch.from_numpy(found[:count].copy())
 
     def select_by_tensor(self, difference: npt.NDArray[np.float32], selector: SelectFunction) -> SelectedEntries:
         """Let a selector choose in one tensor after the other; every entry that is not zero of those sent whole."""
@@ -227,7 +237,7 @@ class DifferenceSelection:
     _on_device: Callable[[torch.device], DeviceKernels | None] = device_kernels
     _table: Table | None = None
     _seen: tuple[ChangeLog, int] | None = None
-    _sent: tuple[SelectedEntries, torch.Tensor] | None = None
+    _sent: Sent | None = None
 
     def select(self, model: ModelShard, image: torch.Tensor) -> Selected:
         """Select from ``theta − image``. Each shard selects from its own part of a tensor that a border cuts."""
@@ -239,20 +249,21 @@ class DifferenceSelection:
         elif (kernels := self._on_device(model.theta.device)) is not None:
             taken = table.select_on_device(model.theta - image, kernels)
         else:
-            taken, bounds = table.select(model.theta, image, self._among(model))
+            theta, image = model.theta.cpu(), image.cpu()
+            taken, bounds = table.select(theta, image, self._among(model, theta, image))
         return Selected(version, taken, (log, position), bounds)
 
-    def commit(self, selected: Selected, taken: SelectedEntries, arrived: torch.Tensor) -> None:
-        """Count a selection as sent, in the entries ``taken`` with the values that ``arrived``.
+    def commit(self, selected: Selected, sent: Sent) -> None:
+        """Count a selection as sent; the image has what arrived before the next selection.
 
-        What is left of them is searched again.
+        What is left of the difference is searched again.
         """
         self._seen = selected.seen
         if selected.bounds is not None:
             assert self._table is not None
             self._table.bounds = selected.bounds
-        if taken.offsets.numel():
-            self._sent = taken, arrived
+        if sent.arrived.numel():
+            self._sent = sent
 
     def nbytes(self, model: ModelShard) -> int:
         """Return the most bytes that a selection occupies, as a rule, with its result."""
@@ -265,7 +276,7 @@ class DifferenceSelection:
         self._table = self._table or Table(model, self.settings)
         return self._table
 
-    def _among(self, model: ModelShard) -> torch.Tensor | None:
+    def _among(self, model: ModelShard, theta: torch.Tensor, image: torch.Tensor) -> torch.Tensor | None:
         """Return offsets that cover every entry that may exceed its bound; ``None``: search everything."""
         if self._seen is None or self._seen[0] is not model.changelog:
             return None
@@ -274,7 +285,7 @@ class DifferenceSelection:
         if changes is None or most is None or most > _WORTH_IT * size:
             return None
         if self._sent is not None:
-            changes.append(self._table_of(model).rounded(*self._sent))
+            changes.append(self._table_of(model).left_of(self._sent, theta, image))
         return union(changes, size)
 
 

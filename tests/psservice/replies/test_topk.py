@@ -15,7 +15,7 @@ from pscore.selection import SELECTORS
 from psservice.model.changelog import ChangeLog
 from psservice.replies import reply_loops
 from psservice.replies.reply_loops import LINE, WORD
-from psservice.replies.topk import DifferenceSelection, SelectedEntries, Table, TopKSettings, add_at
+from psservice.replies.topk import DifferenceSelection, SelectedEntries, Sent, Table, TopKSettings, add_at
 from tests.pscore.loop_makers import FORMS, run_as
 
 many = settings(deadline=None, max_examples=100)
@@ -101,8 +101,33 @@ def test_among_what_changed_the_largest_are_found(sizes, history, selector, form
             elif bool(mine.any()):
                 assert stays <= taken.values[mine].abs().min()
         arrived = taken.values.bfloat16().float() if rounded else taken.values
-        selection.commit(selected, taken, arrived)
+        selection.commit(selected, Sent(taken, arrived))
         image[taken.offsets] += arrived
+
+
+@given(st.integers(1, 300), st.lists(st.integers(0, 12), min_size=1, max_size=8), st.integers(0, 2**16))
+@pytest.mark.parametrize("form", FORMS)
+@many
+def test_a_reply_without_entries_says_that_image_and_model_are_equal(form, often, history, seed):
+    """Even if a difference was rounded in fp32, so that what an entry was sent to is not the model."""
+    size = 20_000
+    layout, generator = layout_of([size]), np.random.default_rng(seed)
+    theta = torch.from_numpy(generator.normal(0, 0.01, size).astype(np.float32))
+    image, log = theta.clone(), ChangeLog(size, 10**9)
+    selection = DifferenceSelection(TopKSettings(0.05, 0, SELECTORS["warm"]))
+    for pushes in history:
+        for _ in range(pushes):  # the same elements again and again
+            support = np.sort(generator.choice(often, min(often, 40), replace=False))
+            theta.numpy()[support] -= generator.normal(0, 0.01, support.size).astype(np.float32)
+            log.append(log.appended + 1, torch.from_numpy(support).int())
+        for _ in range(3):
+            with run_as(form):
+                selected = selection.select(shard(theta, layout, Span(0, size), log), image)
+            sent = selected.taken
+            selection.commit(selected, Sent(sent, sent.values))
+            add_at(image, sent.offsets, sent.values)
+        assert not sent.offsets.numel(), "there is room for all that differs"
+        assert torch.equal(image, theta)
 
 
 numbers = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1.5, 2.0, 2.0**-140, 2.0**127, math.inf]) | st.floats(-9, 9, width=32)
@@ -153,12 +178,43 @@ def test_values_that_arrived_far_from_themselves_are_searched_again(form, sizes,
     offsets = (torch.rand(sum(sizes), generator=generator) < 0.6).nonzero().view(-1)
     values = torch.randn(offsets.numel(), generator=generator)
     arrived = torch.where(torch.rand(values.shape, generator=generator) < 0.3, values, values.bfloat16().float())
+    theta, image = torch.zeros(sum(sizes)), torch.zeros(sum(sizes))
+    theta[offsets], image[offsets] = values, arrived
     with run_as(form):
-        noted = table.rounded(SelectedEntries(offsets, values), arrived).tolist()
+        noted = table.left_of(Sent(SelectedEntries(offsets, values), arrived), theta, image).tolist()
     for offset, left in zip(offsets.tolist(), (values - arrived).abs().tolist(), strict=True):
         bound = table.bounds[np.searchsorted(table.ends, offset, "right")]
         assert offset in noted or left <= bound
         assert offset not in noted or left > 0
+
+
+far_apart = st.builds(
+    lambda sign, mantissa, exponent: np.float32(sign * mantissa * 2.0**exponent),
+    st.sampled_from([-1, 1]),
+    st.floats(1, 2, width=32),
+    st.integers(-149, 60) | st.integers(-3, 3),
+)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(
+    st.lists(st.tuples(far_apart, far_apart), min_size=1, max_size=30),
+    far_apart | st.just(np.float32(0)),
+    st.booleans(),
+)
+@many
+def test_what_rounding_leaves_of_sent_values_is_searched_again(form, pairs, bound, is_rounded):
+    """Whatever the magnitudes of model and image."""
+    theta, image = torch.tensor(np.array(pairs, np.float32).T.copy())
+    table = Table(shard(None, layout_of([theta.numel()]), Span(0, theta.numel())), TopKSettings(0.1, 0, None))
+    table.bounds[:] = abs(bound)
+    values = theta - image
+    arrived = values.bfloat16().float() if is_rounded else values
+    image += arrived
+    sent = Sent(SelectedEntries(torch.arange(theta.numel()), values), arrived)
+    with run_as(form):
+        noted = table.left_of(sent, theta, image)
+    assert torch.equal(noted, ((theta - image).abs() > abs(bound)).nonzero().view(-1))
 
 
 def test_parameters_may_change_under_a_selection():
@@ -179,7 +235,7 @@ def test_parameters_may_change_under_a_selection():
         for _ in range(200):
             selected = selection.select(shard(theta, layout, Span(0, layout.size)), image)
             taken = selected.taken
-            selection.commit(selected, taken, taken.values)
+            selection.commit(selected, Sent(taken, taken.values))
             assert bool((taken.offsets.diff() > 0).all())
             assert taken.offsets.numel() <= 1.1 * 600 + 50
             assert bool((taken.offsets < layout.size).all())
@@ -196,16 +252,19 @@ def test_few_changes_are_looked_at_alone_and_many_are_not():
     theta, image = torch.randn(layout.size), torch.zeros(layout.size)
     selection = DifferenceSelection(TopKSettings(0.01, 0, SELECTORS["warm"]))
 
+    not_named = iter(range(1, 50))  # each once: what was sent is looked at again
+
     def finds_what_is_not_named(changed):
         if changed is not None:
             theta[changed.long()] += 10
-        theta[7] += 100
+        secret = next(not_named)
+        theta[secret] += 100
         log.append(log.appended + 1, changed)
         selected = selection.select(shard(theta, layout, Span(0, layout.size), log), image)
         taken = selected.taken
-        selection.commit(selected, taken, taken.values)
+        selection.commit(selected, Sent(taken, taken.values))
         image[taken.offsets] += taken.values
-        return 7 in taken.offsets.tolist()
+        return secret in taken.offsets.tolist()
 
     assert finds_what_is_not_named(None)
     assert not finds_what_is_not_named(torch.arange(50, layout.size, 50).int())
@@ -233,7 +292,7 @@ def test_without_further_pushes_everything_arrives(value, form):
             selected = selection.select(shard(theta, layout, Span(0, 3_100), log), image)
             taken = selected.taken
         arrived = torch.from_numpy(VALUE_FORMATS[VALUE_CODECS[value]].encode(taken.values.numpy())[1].copy())
-        selection.commit(selected, taken, arrived)
+        selection.commit(selected, Sent(taken, arrived))
         image[taken.offsets] += arrived
     torch.testing.assert_close(image, theta, rtol=1e-3, atol=1e-3)
 
