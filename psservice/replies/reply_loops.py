@@ -214,7 +214,8 @@ def left_of(x, y, offsets, values, arrived, ends, bounds, found):
 
     ``values`` were ``x − y``, and ``arrived`` has been added to ``y``; ``ends`` and ``bounds`` are as for
     :func:`select`. If ``x`` is the same still, ``2·|value − arrived| + 2⁻²²·|value|`` bounds what is left: numbers
-    within a factor of 2 have an exact difference, and others one of at least half of the larger number. So ``x`` and ``y``, which lie far apart, are seldom read.
+    within a factor of 2 have an exact difference, and others one of at least half of the larger number. So ``x`` and
+    ``y``, whose elements lie far apart, are seldom read.
     """
     t, count = 0, 0
     for i in range(offsets.size):
