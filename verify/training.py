@@ -125,13 +125,13 @@ class Training:
         dead: Trainer,
         servers: Servers,
         shard: int,
-        layout: pb.ModelLayout,
+        layout: pb.PackedLayout,
         agreed: dict[str, dict[str, str]],
     ) -> None:
         """Ask a shard for the last step of a killed life, and compare with what that life had been answered."""
         request = pb.JoinRequest(
             identity=pb.WorkerIdentity(worker_id=dead.name, incarnation=str(uuid.uuid4())),
-            protocol_version=2,
+            protocol_version=3,
             method=str(agreed["method"]),
             method_settings=agreed["settings"],
             layout=layout,

@@ -14,7 +14,8 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.net.proxies import NO_PROXY
 from pscore.wire import frames
 from pscore.wire.codecs.names import READABLE_INDEX_CODECS, READABLE_VALUE_CODECS
-from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message
+from pscore.wire.layouts import pack_layout
+from pscore.wire.messages import PROTOCOL_VERSION
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
@@ -28,7 +29,7 @@ def join_request(
         protocol_version=PROTOCOL_VERSION,
         method="bench",
         method_settings=method_settings,
-        layout=layout_to_message(layout),
+        layout=pack_layout(layout),
         shard_index=shard,
         num_shards=shards,
         index_codecs=READABLE_INDEX_CODECS,

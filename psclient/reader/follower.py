@@ -45,7 +45,8 @@ from pscore.model.digest import ModelDigest
 from pscore.model.layout import ModelLayout
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
-from pscore.wire.messages import layout_from_message, type_to_message
+from pscore.wire.layouts import unpack_layout
+from pscore.wire.messages import type_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 log = logging.getLogger("psclient")
@@ -406,7 +407,7 @@ class _Following:
         if isinstance(answer, Rejected):
             raise from_refusal(answer)
         if answer.HasField("layout"):
-            self._run_layout = layout_from_message(answer.layout)
+            self._run_layout = unpack_layout(answer.layout)
             self._readers = []
             if self._sink.dtype(self._run_layout) != dtype:
                 return  # the cut is that of another type: it is asked for anew

@@ -23,7 +23,7 @@ from pscore.wire import frames
 from pscore.wire.dense import DenseReader, split_values
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch
-from pscore.wire.messages import layout_from_message
+from pscore.wire.layouts import unpack_layout
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 log = logging.getLogger("psclient")
@@ -161,7 +161,7 @@ def _read(responses: Iterator[bytes]) -> _Part:
     if first.WhichOneof("message") != "header":
         raise Rejected(ErrorCode.BAD_REQUEST, "a download begins with its header")
     header = first.header
-    layout = layout_from_message(header.layout)
+    layout = unpack_layout(header.layout)
     if header.start + header.length > layout.size:
         raise Rejected(ErrorCode.BAD_REQUEST, "the shard's range leaves the model")
     specs = layout.buffers if header.buffer_bytes else ()

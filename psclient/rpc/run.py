@@ -46,7 +46,8 @@ from pscore.wire.codecs.names import (
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch, sibling_generation
 from pscore.wire.histories import losses
-from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message
+from pscore.wire.layouts import pack_layout
+from pscore.wire.messages import PROTOCOL_VERSION
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
@@ -89,6 +90,10 @@ class Run:
         settings: ClientSettings,
         make_way: Callable[[], bool],
     ) -> None:
+        try:
+            layout = pack_layout(replica.layout)
+        except Rejected as refusal:
+            raise ConfigurationError(refusal.detail) from refusal
         self.settings, self._make_way = settings, make_way
         self.shards, self.coordinator = tuple(shards), shards[0]
         self.replica, self.buffers = replica, buffers
@@ -108,7 +113,7 @@ class Run:
             protocol_version=PROTOCOL_VERSION,
             method=method,
             method_settings=dict(method_settings),
-            layout=layout_to_message(replica.layout),
+            layout=layout,
             num_shards=len(self.shards),
             index_codecs=READABLE_INDEX_CODECS if codec is None else (pb.INDEX_CODEC_DENSE, codec),  # type: ignore[arg-type]
             value_codecs=READABLE_VALUE_CODECS,

@@ -159,18 +159,24 @@ class ModelLayout:
     @cached_property
     def fingerprint(self) -> bytes:
         """SHA-256 over kind, name, sizes, dtype and frozen values' digest of every tensor, each behind its length."""
-        digest = hashlib.sha256()
+        digest, known = hashlib.sha256(), dict[tuple[tuple[int, ...], torch.dtype], bytes]()
 
-        def add(kind: str, spec: TensorSpec, *more: bytes) -> None:
-            sizes, dtype = ",".join(map(str, spec.shape)), str(spec.dtype).removeprefix("torch.")
-            for data in (*(part.encode() for part in (kind, spec.name, sizes, dtype)), *more):
-                digest.update(len(data).to_bytes(4, "little") + data)
+        def with_length(data: bytes) -> bytes:
+            return len(data).to_bytes(4, "little") + data
 
-        for kind, specs in (("parameter", self.parameters), ("buffer", self.buffers)):
+        def add(kind: bytes, spec: TensorSpec) -> None:
+            tail = known.get(key := (spec.shape, spec.dtype))
+            if tail is None:
+                sizes, dtype = ",".join(map(str, spec.shape)), str(spec.dtype).removeprefix("torch.")
+                tail = known[key] = with_length(sizes.encode()) + with_length(dtype.encode())
+            digest.update(kind + with_length(spec.name.encode()) + tail)
+
+        for kind, specs in ((b"parameter", self.parameters), (b"buffer", self.buffers)):
             for spec in specs:
-                add(kind, spec)
+                add(with_length(kind), spec)
         for tensor in self.frozen:
-            add("frozen", tensor.spec, tensor.digest)
+            add(with_length(b"frozen"), tensor.spec)
+            digest.update(with_length(tensor.digest))
         if self.word_bytes:
             digest.update(b"words" + self.word_bytes.to_bytes(4, "little"))
         return digest.digest()

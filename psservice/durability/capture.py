@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from pscore.model.layout import ModelLayout, Span
 from pscore.wire.errors import Rejected
-from pscore.wire.messages import kept_layout_from_message, layout_to_message
+from pscore.wire.layouts import OncePerLayout, kept_layout_from_message, layout_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.apply_thread import ApplyThread
 from psservice.data_leases.codec import from_plain, to_plain
@@ -68,10 +68,17 @@ class DurableShard(Protocol):
     state: ShardState
     apply_thread: ApplyThread
     metrics: Metrics
+    layout_json: OncePerLayout[dict[str, Any]]
 
     def new_state(self) -> ShardState: ...  # noqa: D102
 
     def restart(self, state: ShardState) -> None: ...  # noqa: D102
+
+
+def layout_json(layout: ModelLayout) -> dict[str, Any]:
+    """Write a layout for a manifest."""
+    written: dict[str, Any] = MessageToDict(layout_to_message(layout))
+    return written
 
 
 def capture(shard: DurableShard, state: ShardState, segment: int, checkpoint: str, newest: Place) -> Capture:
@@ -97,7 +104,7 @@ def capture(shard: DurableShard, state: ShardState, segment: int, checkpoint: st
         generation=model.generation,
         start=model.span.start,
         length=model.span.length,
-        layout=MessageToDict(layout_to_message(model.layout)),
+        layout=shard.layout_json(model.layout),
         run_id=run.run_id,
         run_state=run.state.value,
         method=run.method,
@@ -130,7 +137,7 @@ def restore(
     """Bring the state of a shard without a model to a snapshot; raises :class:`StorageError` if that makes no sense."""
     manifest, path = snapshot.manifest, snapshot.path
     try:
-        layout = kept_layout_from_message(ParseDict(manifest.layout, pb.ModelLayout()))
+        layout = kept_layout_from_message(ParseDict(manifest.layout, pb.ModelLayout(), ignore_unknown_fields=True))
     except (ParseError, Rejected) as error:
         raise StorageError(f"{path}: the layout in the manifest is malformed: {error}") from error
     theta = tensors.get(THETA)

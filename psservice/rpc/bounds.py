@@ -15,7 +15,8 @@ from pscore.names import LONGEST_NAME
 from pscore.wire.dense import fields
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.histories import MOST_ORIGINS
-from pscore.wire.messages import LARGEST_RATE, MOST_ELEMENTS, MOST_TENSORS
+from pscore.wire.layouts import require_few_pieces
+from pscore.wire.messages import LARGEST_RATE, MOST_ELEMENTS
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.data_leases.dataset import MOST_EPOCHS, MOST_SAMPLES, MOST_SIZE
 from psservice.values import require_name
@@ -87,7 +88,7 @@ _MOST_CODECS = 64
 _MOST_SHARDS = 4096
 _MOST_HELD = 2  # parts of a shard: the beginning that came of a transfer, and the rest
 _MOST_FIELDS = 8192  # of one message
-_MOST_INNER_FIELDS = MOST_TENSORS + 1  # of one in it: a layout has its tensors and a fingerprint
+_MOST_INNER_FIELDS = (64 << 10) + 1  # of one in it: a header has the groups of a plan
 
 _NAMES: Mapping[str, Mapping[str, bool]] = {
     "WorkerIdentity": {"worker_id": False, "incarnation": False, "run_id": True},
@@ -132,13 +133,9 @@ def _checks(name: str) -> tuple[Any, ...]:
 
 
 def _require_join(request: pb.JoinRequest) -> None:
-    """Check the lists of a joining worker; of its tensors only their number.
-
-    The tensors of a model that the run has are compared with the model, and others are read one by one.
-    """
-    layout = request.layout
+    """Check the lists of a joining worker; its tensors are unpacked only if the run has others."""
+    require_few_pieces(request.layout)
     for what, count, most in (
-        ("tensors", len(layout.parameters) + len(layout.buffers) + len(layout.frozen), MOST_TENSORS),
         ("settings", len(request.method_settings), _MOST_SETTINGS),
         ("index codecs", len(request.index_codecs), _MOST_CODECS),
         ("value codecs", len(request.value_codecs), _MOST_CODECS),
@@ -206,7 +203,7 @@ def require_few_fields(kind: type[Message], raw: bytes) -> None:
         field = kind.DESCRIPTOR.fields_by_number.get(number)
         holds_fields = field is not None and field.message_type is not None and end - start > 2 * _MOST_FIELDS
         if holds_fields and _count(raw, start, end) > _MOST_INNER_FIELDS:
-            raise Rejected(ErrorCode.BAD_REQUEST, f"a list in a message has more than {MOST_TENSORS} entries")
+            raise Rejected(ErrorCode.BAD_REQUEST, f"a message in a message has more than {_MOST_INNER_FIELDS} fields")
 
 
 def _count(raw: bytes, position: int, end: int) -> int:

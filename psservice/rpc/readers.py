@@ -8,7 +8,7 @@ from pscore.wire import frames
 from pscore.wire.codecs.names import PLAIN_INDEX_CODECS
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.frames import WireForm
-from pscore.wire.messages import layout_to_message, place_of, type_from_message
+from pscore.wire.messages import place_of, type_from_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.awaiting import NotYetError
 from psservice.cuts.cuts import Cut, ShardVersion
@@ -57,7 +57,7 @@ class ReaderCalls:
         layout = model.layout
         return pb.AwaitCutResponse(
             cut=self._message(cut, dtype),
-            layout=None if request.fingerprint == layout.fingerprint else layout_to_message(layout),
+            layout=None if request.fingerprint == layout.fingerprint else shard.packed(layout),
             newest_version=model.version,
             run_state=run_state,
         )

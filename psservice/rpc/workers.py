@@ -27,7 +27,7 @@ from pscore.wire.codecs.names import (
 from pscore.wire.dense import MessageSize, bytes_of, chunk_message, field_bytes
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch
-from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message, place_of
+from pscore.wire.messages import PROTOCOL_VERSION, place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.awaiting import NotYetError
 from psservice.data_leases.codec import answer_to_message, finished_of, sample_request_of
@@ -165,7 +165,7 @@ class WorkerCalls:
             specs = model.layout.buffers if copy.buffers else ()
             yield pb.DownloadModelResponse(
                 header=pb.DownloadHeader(
-                    layout=layout_to_message(model.layout),
+                    layout=shard.packed(model.layout),
                     run_id=shard.run.run_id,
                     generation=model.generation,
                     version=copy.version,

@@ -7,7 +7,7 @@ from pscore.model.layout import ModelLayout
 from pscore.wire.codecs.names import PLAIN_INDEX_CODECS
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch
-from pscore.wire.messages import first_difference, layout_from_message, layout_to_message
+from pscore.wire.layouts import first_difference, most_memory, pack_layout, unpack_layout, unpacked
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.membership.leases import Member
 from psservice.model.training_mode import TrainingMode
@@ -36,7 +36,8 @@ def join(shard: Shard, identity: Identity, layout: ModelLayout, request: pb.Join
         if is_new and mode.is_feed != bool(layout.word_bytes):
             raise Rejected(ErrorCode.BAD_REQUEST, "a model in words is assigned, and no other: name the update assign")
         if shard.state.layout is not None and not alone and shard.state.layout.fingerprint != layout.fingerprint:
-            _refuse(layout_to_message(shard.state.layout), layout_to_message(layout))
+            both = unpacked(shard.packed(shard.state.layout)), unpacked(pack_layout(layout))
+            raise _refusal(first_difference(*both) or ("", "the layouts differ"))
         if not is_new:
             shard.run.require_method(request.method, method_settings)
         if shard.is_coordinator and (shard.model is None or request.has_replica):
@@ -152,39 +153,35 @@ def evict(shard: Shard, worker_id: str, ban_seconds: float) -> Member | None:
     return member
 
 
-def _refuse(ours: pb.ModelLayout, theirs: pb.ModelLayout) -> None:
-    name, how = first_difference(ours, theirs) or ("", "the layouts differ")
-    raise Rejected(ErrorCode.FINGERPRINT_MISMATCH, how, tensor=name)
+def _refusal(difference: tuple[str, str]) -> Rejected:
+    name, how = difference
+    return Rejected(ErrorCode.FINGERPRINT_MISMATCH, how, tensor=name)
 
 
 class JoinLayouts:
     """Compares the layouts of joining workers with the run's before anything is made of them; from any thread.
 
-    A layout may have tens of thousands of tensors: a join costs one comparison of bytes, and a walk if they differ.
+    A layout may have a million tensors: a join to a run that has the same costs the comparison of two fingerprints.
     """
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
-        self._known: tuple[ModelLayout, pb.ModelLayout, bytes] | None = None
 
-    def read(self, identity: Identity, message: pb.ModelLayout) -> ModelLayout:
+    def read(self, identity: Identity, packed: pb.PackedLayout) -> ModelLayout:
         """Return the run's layout if a worker brings the same, or the worker's if that may become the run's.
 
-        Raises :class:`Rejected` (``FINGERPRINT_MISMATCH``, with the first tensor that differs; ``BAD_REQUEST``).
+        Raises :class:`Rejected` (``FINGERPRINT_MISMATCH``, with the first tensor that differs; ``BAD_REQUEST``;
+        ``BUSY`` if there is no memory to unpack it).
         """
-        ours = self._shard.state.layout
-        if ours is None:
-            return layout_from_message(message)
-        if self._known is None or self._known[0] is not ours:
-            written = layout_to_message(ours)
-            self._known = ours, written, written.SerializeToString(deterministic=True)
-        _, known, data = self._known
-        if message.SerializeToString(deterministic=True) == data:
+        shard, ours = self._shard, self._shard.state.layout
+        is_new = ours is None or shard.is_alone(identity)
+        if ours is not None and not is_new and packed.fingerprint == ours.fingerprint:
             return ours
-        if self._shard.is_alone(identity):
-            return layout_from_message(message)
-        if first_difference(known, message):
-            _refuse(known, message)
-        if message.fingerprint != known.fingerprint:
+        with shard.memory.receive() as reservation:
+            reservation.add(most_memory(packed))
+            if ours is None or is_new:
+                return unpack_layout(packed)
+            difference = first_difference(unpacked(shard.packed(ours)), unpacked(packed))
+        if difference is None:
             raise Rejected(ErrorCode.BAD_REQUEST, "the layout does not have the fingerprint that it states")
-        return ours
+        raise _refusal(difference)

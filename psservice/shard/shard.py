@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,8 +18,11 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.selection import SELECTORS
 from pscore.wire.codecs.names import VALUE_CODECS
 from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.layouts import OncePerLayout, pack_layout
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.apply_thread import ApplyThread
 from psservice.cuts.cuts import Cuts
+from psservice.durability.capture import layout_json
 from psservice.durability.durability import Durability, Prepared
 from psservice.durability.final_model import FinalModel, ModelCopy
 from psservice.feed.feed_shard import FeedShard
@@ -88,6 +91,7 @@ class Shard:
         synchronizer: of rounds or groups; ``None`` in an asynchronous run, and before the upload.
         cuts: versions that readers follow.
         memory: what calls occupy, and what is kept for them and for workers.
+        packed, layout_json: return the layout as it travels, and as snapshots have it.
         news: a number that differs once there are news for the other shards; see :meth:`tell_shards`.
         published: the version of a feed that is durable on shard 0, so that the other shards may publish it, and the
             name of the push that had staged it.
@@ -122,6 +126,8 @@ class Shard:
         self.memory = MemoryBudget(
             settings.memory_bytes or default_limit(0), self._kept, self._sum_bytes, self._forget_replies
         )
+        self.packed: OncePerLayout[pb.PackedLayout] = OncePerLayout(pack_layout)
+        self.layout_json: OncePerLayout[dict[str, Any]] = OncePerLayout(layout_json)
         self.topk = TopKSettings(
             settings.down_density,
             settings.down_dense_below,

@@ -17,7 +17,9 @@ from pathlib import Path
 
 import grpc
 
+from pscore.wire.messages import PROTOCOL_VERSION
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from tests.packed import packed
 
 SERVICE = "/sparseps.v1.ParameterServerService/"
 HEALTH = "/grpc.health.v1.Health/"
@@ -121,9 +123,10 @@ def no_protobuf_of_a_worker(attack: Attack) -> None:
 
 
 def joins_with_many_tensors(attack: Attack) -> None:
-    """Joins with a quarter of a million tensors, four at a time."""
-    layout = pb.ModelLayout(parameters=[pb.TensorSpec(name=f"{i:x}", shape=[1], data_type=1) for i in range(250_000)])
-    attack.calls(SERVICE + "Join", join_of(layout=layout).SerializeToString(), known=True)
+    """Joins with a tensor more than a million, four at a time."""
+    tensors = [pb.TensorSpec(name=f"{i:x}", shape=[1], data_type=1) for i in range(1 << 16)]
+    pieces = [pb.ModelLayout(parameters=tensors)] * 17
+    attack.calls(SERVICE + "Join", join_of(layout=packed(*pieces)).SerializeToString(), known=True)
 
 
 def joins_with_many_settings(attack: Attack) -> None:
@@ -162,7 +165,7 @@ def rapid_reset(attack: Attack) -> None:
 def join_of(**fields: object) -> pb.JoinRequest:
     """Return a request to join that is refused at last."""
     identity = pb.WorkerIdentity(worker_id="mallory", incarnation=str(uuid.uuid4()))
-    return pb.JoinRequest(identity=identity, protocol_version=2, method="dgs", num_shards=1, **fields)  # type: ignore[arg-type]
+    return pb.JoinRequest(identity=identity, protocol_version=PROTOCOL_VERSION, method="dgs", num_shards=1, **fields)  # type: ignore[arg-type]
 
 
 FLOODS: dict[str, Callable[[Attack], None]] = {

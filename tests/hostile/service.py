@@ -20,7 +20,8 @@ from pscore.model.layout import ModelLayout, Span, TensorSpec
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
 from pscore.wire.errors import Rejected
-from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message, type_to_message
+from pscore.wire.layouts import pack_layout
+from pscore.wire.messages import PROTOCOL_VERSION, type_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.awaiting import NotYetError
 from psservice.observability.metrics import Metrics
@@ -134,7 +135,7 @@ class Service:
             protocol_version=PROTOCOL_VERSION,
             method="dgs",
             method_settings={"update": "assign"} if self.layout.word_bytes else {"momentum": "0.7"},
-            layout=layout_to_message(self.layout),
+            layout=pack_layout(self.layout),
             num_shards=1,
         )
 

@@ -12,6 +12,7 @@ import torch
 
 import psclient
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from tests.packed import packed
 from tests.system.raw import TIMEOUT, N, RawWorker, chunk_of, commit_of, refusal
 
 GOOD = chunk_of([1], [1])
@@ -135,7 +136,7 @@ def test_a_pull_from_a_future_version(worker, unharmed):
 
 
 def layout(shape, **fields):
-    return pb.ModelLayout(parameters=[pb.TensorSpec(name="w", shape=shape, data_type=1)], **fields)
+    return packed(pb.ModelLayout(parameters=[pb.TensorSpec(name="w", shape=shape, data_type=1)]), **fields)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def layout(shape, **fields):
         ({"protocol_version": 99}, ("UNIMPLEMENTED", "UNKNOWN_PROTOCOL")),
         ({"num_shards": 3}, ("FAILED_PRECONDITION", "SHARD_MISMATCH")),
         ({"layout": layout([N + 1], fingerprint=b"x")}, ("FAILED_PRECONDITION", "FINGERPRINT_MISMATCH")),
-        ({"layout": pb.ModelLayout()}, ("FAILED_PRECONDITION", "FINGERPRINT_MISMATCH")),
+        ({"layout": pb.PackedLayout()}, ("FAILED_PRECONDITION", "FINGERPRINT_MISMATCH")),
         ({"layout": layout([2**40, 2**40])}, ("FAILED_PRECONDITION", "FINGERPRINT_MISMATCH")),
         ({"layout": layout([N], fingerprint=b"x")}, BAD_REQUEST),  # a fingerprint that is not the layout's
         ({"loaded": pb.LoadedModel(digest=b"x" * 31)}, BAD_REQUEST),

@@ -15,6 +15,7 @@ from pscore.wire.errors import Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.rpc import bounds
 from psservice.rpc.bounds import BOUNDS
+from tests.packed import packed
 from tests.system.raw import TIMEOUT, RawWorker, chunk_of, commit_of, joined, outcome
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
@@ -40,7 +41,6 @@ COMPARED = {  # with what the shard has, or with what has come before: what does
     ("SampleRange", "epoch"),
     ("SampleRange", "start"),
     ("SampleRange", "count"),
-    ("TensorSpec", "shape"),
     ("UploadHeader", "buffer_bytes"),
     ("BuffersHeader", "buffer_bytes"),
 }
@@ -67,7 +67,7 @@ def requests_of(worker, rpc):
     """Return the messages of a call that would do, but for what it is about to be given."""
     identity, generation = worker.identity, worker.generation
     if rpc == "Join":
-        layout = pb.ModelLayout(parameters=[pb.TensorSpec(name="w", data_type=pb.DATA_TYPE_FLOAT32)])
+        layout = packed(pb.ModelLayout(parameters=[pb.TensorSpec(name="w", data_type=pb.DATA_TYPE_FLOAT32)]))
         return [worker.join_request(layout=layout)]
     if rpc == "RenewLease":
         history = pb.ShardHistory(generation=generation, version=1, origins=[pb.ShardOrigin(version=1)])

@@ -7,8 +7,8 @@ import psclient
 from psclient.errors import ConfigurationError
 from psclient.rpc.local_server import LocalServer
 from pscore.model.layout import ModelLayout, TensorSpec
-from pscore.wire.messages import layout_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from tests.packed import packed
 from tests.system.raw import TIMEOUT, RawWorker, outcome
 
 F32 = torch.float32
@@ -31,9 +31,14 @@ def empty():
 
 
 def layout(*names, aliases=(), buffers=()):
-    specs = [TensorSpec(name, (1,), F32) for name in names]
-    specs[0] = TensorSpec(specs[0].name, (1,), F32, tuple(aliases))
-    return layout_to_message(ModelLayout(tuple(specs), tuple(TensorSpec(name, (1,), F32) for name in buffers)))
+    specs = (tuple(TensorSpec(name, (1,), F32) for name in kind) for kind in (names, buffers))
+    message = pb.ModelLayout(parameters=tensors(names, aliases), buffers=tensors(buffers))
+    return packed(message, fingerprint=ModelLayout(*specs).fingerprint)
+
+
+def tensors(names, aliases=()):
+    shape, data_type = [1], pb.DATA_TYPE_FLOAT32
+    return [pb.TensorSpec(name=name, shape=shape, data_type=data_type, aliases=aliases) for name in names]
 
 
 def join(server, found, **fields):
@@ -50,8 +55,12 @@ def refused(call, request):
 
 LONG = "x" * 5000
 TOO_MUCH = {
-    "a tensor too many": (lambda: layout(*(f"t{i}" for i in range(65_537))), {}, "65536"),
-    "an alias too many": (lambda: layout("w", aliases=[f"a{i}" for i in range(65_537)]), {}, "65536"),
+    "a tensor too many": (lambda: packed(*[pb.ModelLayout(parameters=tensors(["t"] * (1 << 16)))] * 17), {}, "1048576"),
+    "an alias too many": (
+        lambda: packed(*[pb.ModelLayout(parameters=tensors(["w"], ["a"] * (1 << 18)))] * 5),
+        {},
+        "1048576",
+    ),
     "a long tensor name": (lambda: layout(LONG), {}, "512"),
     "a long alias": (lambda: layout("w", aliases=[LONG]), {}, "512"),
     "a long method": (lambda: layout("w"), {"method": "m" * (1 << 20)}, "method"),

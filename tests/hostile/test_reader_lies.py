@@ -17,7 +17,7 @@ from pscore.model.layout import Span, layout_of
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
 from pscore.wire.codecs import residue
-from pscore.wire.messages import layout_to_message
+from pscore.wire.layouts import pack_layout
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.system.tools import wait_until
 
@@ -50,7 +50,7 @@ def cut_of(version, values, layout=LAYOUT, **fields):
     cut = pb.Cut(run_id="r", shards=[shard], buffers_digest=hashlib.blake2b(packed, digest_size=16).digest())
     for name, value in fields.items():
         setattr(cut.shards[0] if name in ("digest", "generation") else cut, name, value)
-    return pb.AwaitCutResponse(cut=cut, layout=layout_to_message(LAYOUT), newest_version=version)
+    return pb.AwaitCutResponse(cut=cut, layout=pack_layout(LAYOUT), newest_version=version)
 
 
 def reply(version, values, *, span=SPAN, cuts_at=None, offsets=None):
@@ -170,12 +170,12 @@ REPLIES = {
     "no message of ours": [b"\xff" * 50],
 }
 CUTS = {
-    "no cut": pb.AwaitCutResponse(layout=layout_to_message(LAYOUT)),
-    "no shards": pb.AwaitCutResponse(cut=pb.Cut(run_id="r"), layout=layout_to_message(LAYOUT)),
+    "no cut": pb.AwaitCutResponse(layout=pack_layout(LAYOUT)),
+    "no shards": pb.AwaitCutResponse(cut=pb.Cut(run_id="r"), layout=pack_layout(LAYOUT)),
     "a short digest": cut_of(2, VALUES, digest=bytes(15)),
     "a digest of other values": cut_of(2, VALUES + 1),
     "a layout with another fingerprint": pb.AwaitCutResponse(
-        cut=cut_of(2, VALUES).cut, layout=pb.ModelLayout(parameters=layout_to_message(LAYOUT).parameters)
+        cut=cut_of(2, VALUES).cut, layout=pb.PackedLayout(pieces=pack_layout(LAYOUT).pieces)
     ),
     "no layout": pb.AwaitCutResponse(cut=cut_of(2, VALUES).cut),
 }

@@ -10,7 +10,8 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
 from pscore.wire.codecs.names import READABLE_INDEX_CODECS, READABLE_VALUE_CODECS
 from pscore.wire.errors import ErrorCode
-from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message
+from pscore.wire.layouts import pack_layout
+from pscore.wire.messages import PROTOCOL_VERSION
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.simulator.network import CutError, Link, RefusedError
 from tests.simulator.witness import bits, floats, require
@@ -129,7 +130,7 @@ class Worker:
                 protocol_version=PROTOCOL_VERSION,
                 method="dgs",
                 method_settings=self.simulation.method_settings,
-                layout=layout_to_message(self.simulation.layout),
+                layout=pack_layout(self.simulation.layout),
                 shard_index=place.host.index,
                 num_shards=len(self.places),
                 generation_seen=seen if place.host.index == 0 else 0,

@@ -17,16 +17,17 @@ from pscore.wire.errors import ErrorCode, Rejected, details_of
 from pscore.wire.messages import PROTOCOL_VERSION
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from tests.packed import packed
 
 N, TIMEOUT = 400, 20.0
 
 
-def layout_of(size: int) -> pb.ModelLayout:
+def layout_of(size: int) -> pb.PackedLayout:
     """A model of one tensor, with its fingerprint."""
     parts = ("parameter", "w", str(size), "float32")
     fingerprint = hashlib.sha256(b"".join(struct.pack("<I", len(p)) + p.encode() for p in parts)).digest()
     tensor = pb.TensorSpec(name="w", shape=[size], data_type=pb.DATA_TYPE_FLOAT32)
-    return pb.ModelLayout(parameters=[tensor], fingerprint=fingerprint)
+    return packed(pb.ModelLayout(parameters=[tensor]), fingerprint=fingerprint)
 
 
 def chunk_of(index: Iterable[int], values: Iterable[float], **fields: Any) -> pb.Chunk:

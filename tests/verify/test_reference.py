@@ -46,7 +46,7 @@ def story(tmp_path):
 
 
 def verdict_of(path, model, version=4, seen=None):
-    last = Download(version, 1, 0, model, pb.ModelLayout())
+    last = Download(version, 1, 0, model, pb.PackedLayout())
     return judge(0, read(path), INITIAL, last, seen or {})
 
 
@@ -88,7 +88,7 @@ def test_a_repeat_that_gets_another_answer_is_found(story, tmp_path):
     path, pushes, models = story
     other = Book(tmp_path / "b.book")
     other.answered(pushes[1], 5, 3, repeated=True)
-    last = Download(4, 1, 0, models[4], pb.ModelLayout())
+    last = Download(4, 1, 0, models[4], pb.PackedLayout())
     verdict = judge(0, [*read(path), *read(tmp_path / "b.book")], INITIAL, last, {})
     assert (verdict.good, verdict.duplicated) == (False, 1)
 

@@ -167,13 +167,14 @@ TENSOR = "w"
 
 def join_request(worker: str, incarnation: str, run: str, size: int, shard: int, shards: int) -> pb.JoinRequest:
     """Ask for a lease, with a model of one tensor; readable are ``DENSE`` and ``RAW32`` alone."""
-    parts = ("parameter", "w", str(size), "float32")
+    parts = ("parameter", TENSOR, str(size), "float32")
+    tensor = pb.TensorSpec(name=TENSOR, shape=[size], data_type=pb.DATA_TYPE_FLOAT32)
     return pb.JoinRequest(
         identity=pb.WorkerIdentity(run_id=run, worker_id=worker, incarnation=incarnation),
-        protocol_version=2,
+        protocol_version=3,
         method="chaos",
-        layout=pb.ModelLayout(
-            parameters=[pb.TensorSpec(name=TENSOR, shape=[size], data_type=pb.DATA_TYPE_FLOAT32)],
+        layout=pb.PackedLayout(
+            pieces=[zlib.compress(pb.ModelLayout(parameters=[tensor]).SerializeToString())],
             fingerprint=hashlib.sha256(b"".join(len(p).to_bytes(4, "little") + p.encode() for p in parts)).digest(),
         ),
         shard_index=shard,
@@ -230,7 +231,7 @@ class Download:
     generation: int
     start: int
     values: Floats
-    layout: pb.ModelLayout
+    layout: pb.PackedLayout
 
 
 def download(address: str, timeout: float) -> Download:

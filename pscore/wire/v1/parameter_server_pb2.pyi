@@ -616,22 +616,19 @@ Global___FrozenTensor: _TypeAlias = FrozenTensor  # noqa: Y015
 
 @_typing.final
 class ModelLayout(_message.Message):
-    """A model's tensors, in the order in which they are laid out flat."""
+    """A model's tensors, in the order in which they are laid out flat. It travels as a PackedLayout."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PARAMETERS_FIELD_NUMBER: _builtins.int
     BUFFERS_FIELD_NUMBER: _builtins.int
-    FINGERPRINT_FIELD_NUMBER: _builtins.int
     FROZEN_FIELD_NUMBER: _builtins.int
     WORD_BYTES_FIELD_NUMBER: _builtins.int
-    fingerprint: _builtins.bytes
-    """SHA-256 over kind, name, sizes and data type of each tensor; docs/reference/writing-a-client.md has its bytes."""
     word_bytes: _builtins.int
     """Of a feed: the bytes of the words, 1, 2 or 4, as which its tensors, of any data type, are laid out. 0 for a model that is trained."""
     @_builtins.property
     def parameters(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
-        """Parameters, in named_parameters() order; with the buffers and the frozen ones at most 65,536, and as many aliases."""
+        """Parameters, in named_parameters() order; with the buffers and the frozen ones at most 1,048,576, and as many aliases."""
 
     @_builtins.property
     def buffers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
@@ -646,17 +643,46 @@ class ModelLayout(_message.Message):
         *,
         parameters: _abc.Iterable[Global___TensorSpec] | None = ...,
         buffers: _abc.Iterable[Global___TensorSpec] | None = ...,
-        fingerprint: _builtins.bytes = ...,
         frozen: _abc.Iterable[Global___FrozenTensor] | None = ...,
         word_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffers", b"buffers", "fingerprint", b"fingerprint", "frozen", b"frozen", "parameters", b"parameters", "word_bytes", b"word_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffers", b"buffers", "frozen", b"frozen", "parameters", b"parameters", "word_bytes", b"word_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelLayout: _TypeAlias = ModelLayout  # noqa: Y015
+
+@_typing.final
+class PackedLayout(_message.Message):
+    """A model's layout as it travels: small enough for one message, however many tensors there are."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    PIECES_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.bytes
+    """SHA-256 over kind, name, sizes and data type of each tensor; docs/reference/writing-a-client.md has its bytes."""
+    @_builtins.property
+    def pieces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Messages ModelLayout, each compressed by zlib (RFC 1950), of at most 1 MiB before that; merged in order they are the
+        layout. At most 128 pieces, of 3.75 MiB together.
+        """
+
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.bytes = ...,
+        pieces: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "pieces", b"pieces"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PackedLayout: _TypeAlias = PackedLayout  # noqa: Y015
 
 @_typing.final
 class WorkerIdentity(_message.Message):
@@ -756,7 +782,6 @@ class JoinRequest(_message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     METHOD_FIELD_NUMBER: _builtins.int
     METHOD_SETTINGS_FIELD_NUMBER: _builtins.int
-    LAYOUT_FIELD_NUMBER: _builtins.int
     SHARD_INDEX_FIELD_NUMBER: _builtins.int
     NUM_SHARDS_FIELD_NUMBER: _builtins.int
     GENERATION_SEEN_FIELD_NUMBER: _builtins.int
@@ -765,8 +790,9 @@ class JoinRequest(_message.Message):
     VALUE_CODECS_FIELD_NUMBER: _builtins.int
     LOADED_FIELD_NUMBER: _builtins.int
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
-    """Version of this protocol that the worker speaks; now 2."""
+    """Version of this protocol that the worker speaks; now 3."""
     method: _builtins.str
     """Name of the training method, for instance "dgs"."""
     shard_index: _builtins.int
@@ -790,10 +816,6 @@ class JoinRequest(_message.Message):
         """Settings of the method in which workers must agree, compared as text; none may be missing or in addition."""
 
     @_builtins.property
-    def layout(self) -> Global___ModelLayout:
-        """The worker's model."""
-
-    @_builtins.property
     def index_codecs(self) -> _containers.RepeatedScalarFieldContainer[Global___IndexCodec.ValueType]:
         """Index codecs that the worker can read; none listed: DENSE and RAW32. DENSE is written in any case. The worker
         writes none that the answer does not list.
@@ -807,6 +829,10 @@ class JoinRequest(_message.Message):
     def loaded(self) -> Global___LoadedModel:
         """To shard 0: the model that was loaded into the worker since it joined; not set where none was."""
 
+    @_builtins.property
+    def layout(self) -> Global___PackedLayout:
+        """The worker's model."""
+
     def __init__(
         self,
         *,
@@ -814,7 +840,6 @@ class JoinRequest(_message.Message):
         protocol_version: _builtins.int = ...,
         method: _builtins.str = ...,
         method_settings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
-        layout: Global___ModelLayout | None = ...,
         shard_index: _builtins.int = ...,
         num_shards: _builtins.int = ...,
         generation_seen: _builtins.int = ...,
@@ -823,6 +848,7 @@ class JoinRequest(_message.Message):
         value_codecs: _abc.Iterable[Global___ValueCodec.ValueType] | None = ...,
         loaded: Global___LoadedModel | None = ...,
         wait_seconds: _builtins.float = ...,
+        layout: Global___PackedLayout | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "layout", b"layout", "loaded", b"loaded"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1574,7 +1600,6 @@ class DownloadHeader(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    LAYOUT_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
@@ -1583,6 +1608,7 @@ class DownloadHeader(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     LENGTH_FIELD_NUMBER: _builtins.int
     BUFFER_BYTES_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     generation: _builtins.int
@@ -1600,13 +1626,12 @@ class DownloadHeader(_message.Message):
     buffer_bytes: _builtins.int
     """Bytes of all buffers that follow; 0 where there are none."""
     @_builtins.property
-    def layout(self) -> Global___ModelLayout:
+    def layout(self) -> Global___PackedLayout:
         """The model's tensors."""
 
     def __init__(
         self,
         *,
-        layout: Global___ModelLayout | None = ...,
         run_id: _builtins.str = ...,
         generation: _builtins.int = ...,
         version: _builtins.int = ...,
@@ -1615,6 +1640,7 @@ class DownloadHeader(_message.Message):
         start: _builtins.int = ...,
         length: _builtins.int = ...,
         buffer_bytes: _builtins.int = ...,
+        layout: Global___PackedLayout | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1799,9 +1825,9 @@ class AwaitCutResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CUT_FIELD_NUMBER: _builtins.int
-    LAYOUT_FIELD_NUMBER: _builtins.int
     NEWEST_VERSION_FIELD_NUMBER: _builtins.int
     RUN_STATE_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
     newest_version: _builtins.int
     """Version of shard 0 now; the cut's one, or a later one."""
     run_state: Global___RunState.ValueType
@@ -1811,16 +1837,16 @@ class AwaitCutResponse(_message.Message):
         """The cut; the known one if the time was over."""
 
     @_builtins.property
-    def layout(self) -> Global___ModelLayout:
+    def layout(self) -> Global___PackedLayout:
         """The model's tensors, if the fingerprint was that of others."""
 
     def __init__(
         self,
         *,
         cut: Global___Cut | None = ...,
-        layout: Global___ModelLayout | None = ...,
         newest_version: _builtins.int = ...,
         run_state: Global___RunState.ValueType = ...,
+        layout: Global___PackedLayout | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

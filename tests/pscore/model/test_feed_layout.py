@@ -13,7 +13,8 @@ from pscore.model import modelfile
 from pscore.model.digest import ModelDigest, total
 from pscore.model.layout import WORDS, FrozenTensor, ModelLayout, Span, TensorSpec
 from pscore.model.sparse_slice import SparseSlice
-from pscore.wire.messages import DATA_TYPES, first_difference, layout_from_message, layout_to_message
+from pscore.wire.layouts import first_difference, layout_to_message, pack_layout, unpack_layout
+from pscore.wire.messages import DATA_TYPES
 from tests.pscore.core_makers import any_words, feeds, spans
 from tests.pscore.model.test_digest import HIGH, LOW, MASK, mixed
 from tests.pscore.model.test_modelfile import write_parts
@@ -79,7 +80,7 @@ def test_a_feed_has_the_dtype_of_its_words_everywhere(data):
 @given(feeds().filter(lambda layout: layout.size))
 @many
 def test_a_feed_travels_as_it_is(layout):
-    again = layout_from_message(layout_to_message(layout))
+    again = unpack_layout(pack_layout(layout))
     assert again == layout
     assert again.offsets == layout.offsets
     assert again.fingerprint == layout.fingerprint

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pscore.model.layout import FrozenTensor, ModelLayout, Span, TensorSpec, layout_of
-from pscore.wire.messages import first_difference, layout_to_message
+from pscore.wire.layouts import first_difference, layout_to_message
 from tests.pscore.core_makers import layouts, spans
 
 A = TensorSpec("a", (2, 3), torch.float32)

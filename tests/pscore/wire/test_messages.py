@@ -6,8 +6,10 @@ from hypothesis import given, settings
 
 from pscore.model.layout import BUFFER_DTYPES, FrozenTensor, ModelLayout, TensorSpec
 from pscore.wire.errors import ErrorCode, Rejected
-from pscore.wire.messages import DATA_TYPES, layout_from_message, layout_to_message
+from pscore.wire.layouts import layout_to_message, pack_layout, unpack_layout
+from pscore.wire.messages import DATA_TYPES
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from tests.packed import packed
 from tests.pscore.core_makers import layouts
 
 LAYOUT = ModelLayout(
@@ -18,7 +20,7 @@ LAYOUT = ModelLayout(
 
 
 def over_the_wire(layout):
-    return layout_from_message(pb.ModelLayout.FromString(layout_to_message(layout).SerializeToString()))
+    return unpack_layout(pb.PackedLayout.FromString(pack_layout(layout).SerializeToString()))
 
 
 @given(layouts().filter(lambda layout: layout.size))
@@ -43,26 +45,26 @@ def test_a_buffer_of_a_dtype_that_does_not_travel_is_named():
 
 
 def broken(change):
-    message = layout_to_message(LAYOUT)
-    change(message)
-    return message
+    message, fingerprint = layout_to_message(LAYOUT), bytearray(LAYOUT.fingerprint)
+    change(message, fingerprint)
+    return packed(message, fingerprint=bytes(fingerprint))
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda m: setattr(m, "fingerprint", b"x" * 32), "fingerprint"),
-        (lambda m: setattr(m.parameters[0], "data_type", 0), "'w'"),
-        (lambda m: setattr(m.parameters[0], "data_type", 99), "'w'"),
-        (lambda m: setattr(m.parameters[0], "data_type", pb.DATA_TYPE_FLOAT64), "parameter w"),
-        (lambda m: setattr(m.buffers[0], "data_type", pb.DATA_TYPE_FLOAT8_E4M3FN), "buffer buffer0"),
-        (lambda m: setattr(m.parameters[0], "name", ""), "no name"),
-        (lambda m: setattr(m.parameters[1], "name", "w"), "'w' occurs twice"),
-        (lambda m: m.parameters[0].shape.extend([1 << 40, 1 << 40]), "'w'"),
-        (lambda m: m.ClearField("parameters"), "no parameters"),
+        (lambda m, fingerprint: fingerprint.reverse(), "fingerprint"),
+        (lambda m, _: setattr(m.parameters[0], "data_type", 0), "'w'"),
+        (lambda m, _: setattr(m.parameters[0], "data_type", 99), "'w'"),
+        (lambda m, _: setattr(m.parameters[0], "data_type", pb.DATA_TYPE_FLOAT64), "parameter w"),
+        (lambda m, _: setattr(m.buffers[0], "data_type", pb.DATA_TYPE_FLOAT8_E4M3FN), "buffer buffer0"),
+        (lambda m, _: setattr(m.parameters[0], "name", ""), "no name"),
+        (lambda m, _: setattr(m.parameters[1], "name", "w"), "'w' occurs twice"),
+        (lambda m, _: m.parameters[0].shape.extend([1 << 40, 1 << 40]), "'w'"),
+        (lambda m, _: m.ClearField("parameters"), "no parameters"),
     ],
 )
 def test_a_malformed_layout_is_refused_by_name(change, named):
     with pytest.raises(Rejected, match=named) as refused:
-        layout_from_message(broken(change))
+        unpack_layout(broken(change))
     assert refused.value.reason is ErrorCode.BAD_REQUEST

@@ -7,8 +7,9 @@ import torch
 
 from pscore.model.layout import ModelLayout, TensorSpec
 from pscore.wire.errors import ErrorCode, Rejected
-from pscore.wire.messages import layout_to_message
+from pscore.wire.layouts import layout_to_message, pack_layout
 from psservice.shard import join as joining
+from tests.packed import packed
 from tests.psservice.service_makers import F32, layout_of
 from tests.psservice.shard_makers import ANNA, BERT, join, open_shards, serving
 
@@ -22,7 +23,7 @@ def shard(monkeypatch):
         def read(message):
             raise AssertionError("a layout is read although the run has one")
 
-        monkeypatch.setattr(joining, "layout_from_message", read)
+        monkeypatch.setattr(joining, "unpack_layout", read)
         yield running
 
 
@@ -34,8 +35,8 @@ def changed(layout, position, **fields):
 
 def test_the_same_model_is_the_runs_own(shard):
     layouts = joining.JoinLayouts(shard)
-    assert layouts.read(BERT, layout_to_message(LAYOUT)) is shard.state.layout
-    tied = layout_to_message(changed(LAYOUT, 1, aliases=("head",)))
+    assert layouts.read(BERT, pack_layout(LAYOUT)) is shard.state.layout
+    tied = pack_layout(changed(LAYOUT, 1, aliases=("head",)))
     assert layouts.read(BERT, tied) is shard.state.layout
 
 
@@ -51,7 +52,7 @@ def test_the_same_model_is_the_runs_own(shard):
 )
 def test_another_model_is_refused_by_its_first_tensor_that_differs(shard, other, tensor):
     with pytest.raises(Rejected) as refused:
-        joining.JoinLayouts(shard).read(BERT, layout_to_message(other))
+        joining.JoinLayouts(shard).read(BERT, pack_layout(other))
     assert refused.value.reason is ErrorCode.FINGERPRINT_MISMATCH
     assert refused.value.metadata == {"tensor": tensor}
 
@@ -61,14 +62,13 @@ def test_a_name_of_any_length_makes_a_short_answer(shard):
     message.parameters[0].name = "\x1b" * 1_000_000
     message.parameters[1].shape.extend(range(200_000))
     with pytest.raises(Rejected) as refused:
-        joining.JoinLayouts(shard).read(BERT, message)
+        joining.JoinLayouts(shard).read(BERT, packed(message))
     assert len(str(refused.value)) < 2000
     assert str(refused.value).isprintable()
 
 
 def test_a_fingerprint_that_is_not_the_models_is_refused(shard):
-    message = layout_to_message(LAYOUT)
-    message.fingerprint = bytes(32)
+    message = packed(layout_to_message(LAYOUT), fingerprint=bytes(32))
     with pytest.raises(Rejected, match="fingerprint") as refused:
         joining.JoinLayouts(shard).read(BERT, message)
     assert refused.value.reason is ErrorCode.BAD_REQUEST
@@ -79,6 +79,6 @@ def test_before_there_is_a_model_one_who_is_alone_brings_another():
     with open_shards() as (shard,):
         join(shard, LAYOUT, ANNA)
         layouts = joining.JoinLayouts(shard)
-        assert layouts.read(ANNA, layout_to_message(other)) == other
+        assert layouts.read(ANNA, pack_layout(other)) == other
         with pytest.raises(Rejected):
-            layouts.read(BERT, layout_to_message(other))
+            layouts.read(BERT, pack_layout(other))

@@ -14,13 +14,14 @@ import psclient
 import psclient.rpc.local_server
 from psclient.rpc.local_server import LocalServer
 from pscore.model.layout import ModelLayout, TensorSpec
-from pscore.wire.messages import layout_to_message
+from pscore.wire.layouts import pack_layout
+from pscore.wire.messages import PROTOCOL_VERSION
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.faults import spawner
 from tests.system.raw import TIMEOUT, N, RawWorker
 from tests.system.tools import wait_until
 
-LAYOUT = layout_to_message(ModelLayout((TensorSpec("w", (N,), torch.float32),)))
+LAYOUT = pack_layout(ModelLayout((TensorSpec("w", (N,), torch.float32),)))
 
 
 @pytest.fixture
@@ -62,7 +63,9 @@ def meanwhile(slow, call):
 
 def joins(worker):
     """How a worker's attempt to join is answered; it uploads nothing."""
-    request = pb.JoinRequest(identity=worker.identity, protocol_version=2, method="raw", layout=LAYOUT, num_shards=1)
+    request = pb.JoinRequest(
+        identity=worker.identity, protocol_version=PROTOCOL_VERSION, method="raw", layout=LAYOUT, num_shards=1
+    )
     answer = worker.stub.Join(request, timeout=TIMEOUT)
     worker.identity.run_id, worker.generation = answer.run_id, answer.generation
     return answer.state

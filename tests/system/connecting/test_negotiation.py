@@ -15,6 +15,7 @@ from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psservice.process.server import Server
 from psservice.rpc import workers
 from psservice.settings import ServerSettings
+from tests.packed import packed
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, run_of, train_step
 
 
@@ -108,7 +109,7 @@ def test_a_worker_with_another_protocol_version_is_refused_with_both_numbers(ver
             identity=pb.WorkerIdentity(worker_id="w", incarnation="1"),
             protocol_version=version,
             method="raw",
-            layout=pb.ModelLayout(parameters=[pb.TensorSpec(name="w", data_type=pb.DATA_TYPE_FLOAT32)]),
+            layout=packed(pb.ModelLayout(parameters=[pb.TensorSpec(name="w", data_type=pb.DATA_TYPE_FLOAT32)])),
             num_shards=1,
         )
         with pytest.raises(grpc.RpcError) as refused:

@@ -9,14 +9,15 @@ import torch
 
 from psclient.rpc.local_server import LocalServer
 from pscore.model.layout import ModelLayout, TensorSpec
-from pscore.wire.messages import layout_to_message
+from pscore.wire.layouts import pack_layout
+from pscore.wire.messages import PROTOCOL_VERSION
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from tests.system.operating.asking import metric
 from tests.system.tools import wait_until
 
 TIMEOUT, HALF = 20.0, 50
-LAYOUT = layout_to_message(ModelLayout((TensorSpec("w", (2 * HALF,), torch.float32),)))
+LAYOUT = pack_layout(ModelLayout((TensorSpec("w", (2 * HALF,), torch.float32),)))
 ADMIN, WORKER = "admin-9f51a2c7e0", "worker-4471b0ce31"
 
 
@@ -41,7 +42,12 @@ class Run:
 
     def join(self, index):
         request = pb.JoinRequest(
-            identity=self.identity, protocol_version=2, method="raw", layout=LAYOUT, shard_index=index, num_shards=2
+            identity=self.identity,
+            protocol_version=PROTOCOL_VERSION,
+            method="raw",
+            layout=LAYOUT,
+            shard_index=index,
+            num_shards=2,
         )
         return self.call(index, "Join", request)
 

@@ -12,7 +12,8 @@ import psclient.rpc.local_server
 from psclient.errors import ConfigurationError
 from psclient.rpc.local_server import LocalServer
 from pscore.model.layout import ModelLayout, TensorSpec
-from pscore.wire.messages import layout_to_message
+from pscore.wire.layouts import pack_layout
+from pscore.wire.messages import PROTOCOL_VERSION
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.faults import spawner
 from tests.system.raw import TIMEOUT, RawWorker
@@ -20,9 +21,7 @@ from tests.system.tools import wait_until
 
 SIZES = (5, 7)
 FAILED = 70
-LAYOUT = layout_to_message(
-    ModelLayout(tuple(TensorSpec(f"t{i}", (size,), torch.float32) for i, size in enumerate(SIZES)))
-)
+LAYOUT = pack_layout(ModelLayout(tuple(TensorSpec(f"t{i}", (size,), torch.float32) for i, size in enumerate(SIZES))))
 
 
 class Worker(RawWorker):
@@ -34,7 +33,7 @@ class Worker(RawWorker):
     def join(self):
         request = pb.JoinRequest(
             identity=self.identity,
-            protocol_version=2,
+            protocol_version=PROTOCOL_VERSION,
             method="raw",
             method_settings={"update": "torch", "optimizer": '{"name": "SGD", "options": {"lr": 1.0}}'},
             layout=LAYOUT,
