@@ -106,7 +106,7 @@ def block_of(name: str, tensor: torch.Tensor) -> tuple[Block, torch.Tensor]:
             continue
         if not isinstance(placement, Shard | _StridedShard):
             raise ConfigurationError(
-                f"{name!r} has the placement {placement}, whose elements no rank has: redistribute it, to Shard or "
+                f"{name!r} has the placement {placement!r}, whose elements no rank has: redistribute it, to Shard or "
                 "Replicate, before it is published"
             )
         if coordinate is not None:

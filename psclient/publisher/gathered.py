@@ -141,7 +141,7 @@ class _Remote:
     """The first rank's view of another one, or of itself."""
 
     def __init__(self) -> None:
-        self.description = b""  # its hash
+        self.description = ""  # its hash
         self.blocks: list[Block] = []
         self.held: Held | None = None
         self.owned: list[tuple[Block, int]] = []  # and the tensor's position in the layout
@@ -180,12 +180,10 @@ class Gathered:
                 return self._serve(source)
             with self._awake():
                 return self._lead(source, publish, held)
-        except RankLostError:
-            raise
         except SparsepsError:
             raise
         except BaseException:
-            self.close()  # the others must not wait for this rank
+            self.close()  # this rank may have stopped in the middle of what it sends or receives
             raise
 
     def close(self) -> None:
@@ -198,40 +196,37 @@ class Gathered:
     def _lead(
         self, source: Source, publish: Callable[[WordSource], Published], held: Callable[[], Held | None]
     ) -> Published:
-        error: BaseException | None = None
-        published: Published | None = None
         try:
             self._meet(source)
             published = publish(self)
-        except BaseException as found:
-            error = found
-        now = held() if published is not None else None
-        told = {
-            "do": "end",
-            "published": published,
-            "held": now and [now.run_id, now.shards],
-            "error": error and vars(RemoteError.of(error)),
-        }
-        for rank in range(1, self._messages.size):
-            with suppress(RankLostError):
-                self._tell(rank, told)
+        except SparsepsError as error:
+            self._tell_end({"error": vars(RemoteError.of(error))})
+            raise
+        now = held()
+        self._tell_end({"published": published, "held": _plain(now)})
         self._part.end(now)
-        if error is not None:
-            raise error
-        assert published is not None
         return published
+
+    def _tell_end(self, how: dict[str, Any]) -> None:
+        for rank in range(1, self._messages.size):
+            with suppress(RankLostError):  # the next call says so
+                self._tell(rank, {"do": "end", "published": None, "held": None, "error": None} | how)
 
     def _meet(self, source: Source) -> None:
         """Learn what every rank has, and agree on who sends what; raises a rank's :class:`ConfigurationError`."""
-        descriptions: list[bytes | None] = [self._part.take(source)]
-        hashes = [_hash(descriptions[0] or b"")]
         faults: list[SparsepsError] = []
+        descriptions = [b""]
+        try:
+            descriptions = [self._part.take(source)]
+        except SparsepsError as error:
+            faults.append(error)
+        hashes = [_hash(descriptions[0])]
         self._others[0].held = self._part.held
         for rank in range(1, self._messages.size):
             status = json.loads(self._messages.receive(rank).tobytes())
             if status["fault"] is not None:
                 faults.append(RemoteError(**status["fault"]).rebuild(RankLostError))
-            hashes.append(status["description"].encode())
+            hashes.append(status["description"])
             self._others[rank].held = _held_of(status["held"])
         if faults:
             raise faults[0]
@@ -241,7 +236,7 @@ class Gathered:
             self._tell(rank, {"do": "describe"})
             descriptions.append(self._messages.receive(rank).tobytes())
         for other, told, found in zip(self._others, descriptions, hashes, strict=True):
-            other.blocks, other.description = _blocks_of(told or b"[]"), found
+            other.blocks, other.description = _blocks_of(told), found
         self._agree()
         self._others[0].held = self._part.held
         for rank in range(1, self._messages.size):
@@ -399,8 +394,11 @@ class Gathered:
             description = part.take(source)
         except SparsepsError as error:
             fault = error
-        told_fault = None if fault is None else vars(RemoteError.of(fault))
-        status = {"fault": told_fault, "description": _hash(description).decode(), "held": _plain(part.held)}
+        status = {
+            "fault": fault and vars(RemoteError.of(fault)),
+            "description": _hash(description),
+            "held": _plain(part.held),
+        }
         messages.send(0, json.dumps(status).encode())
         while True:
             command = json.loads(messages.receive(0).tobytes())
@@ -426,8 +424,8 @@ class Gathered:
                     return Published(*command["published"])
 
 
-def _hash(description: bytes) -> bytes:
-    return hashlib.sha256(description).hexdigest().encode()
+def _hash(description: bytes) -> str:
+    return hashlib.sha256(description).hexdigest()
 
 
 def _plain(held: Held | None) -> list[Any] | None:
