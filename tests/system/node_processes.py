@@ -274,7 +274,7 @@ def averages_without_a_node(rank: int, named: str, outer: str, bare: str, legiti
 def _is_left(rank: int, server: str, victim: int, number: signal.Signals, *, amid: bool = False) -> Any:
     """The victim gets a signal; return what the other one meets, and after how many seconds."""
     model = make_model(batch_norm=False)
-    optimizer = dgs(model, server, timeout_seconds=4.0)
+    optimizer = dgs(model, server, timeout_seconds=8.0)
     model(torch.ones(3, 20)).sum().backward()
     optimizer.step()
     if rank == victim:
