@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from psclient.optim.server_optimizer import ServerRMSprop as ServerRMSprop
     from psclient.optim.ssgd import SSGD as SSGD
     from psclient.optim.wagma import WAGMA as WAGMA
-    from psclient.publisher.publisher import Published as Published
+    from psclient.publisher.published import Published as Published
     from psclient.publisher.publisher import Publisher as Publisher
     from psclient.reader.cut import Cut as Cut
     from psclient.reader.cut import Lag as Lag
@@ -64,7 +64,8 @@ _NAMES = {
     "psclient.optim.server_optimizer": ("ServerOptimizer", "ServerRMSprop"),
     "psclient.optim.ssgd": ("SSGD",),
     "psclient.optim.wagma": ("WAGMA",),
-    "psclient.publisher.publisher": ("Published", "Publisher"),
+    "psclient.publisher.published": ("Published",),
+    "psclient.publisher.publisher": ("Publisher",),
     "psclient.reader.cut": ("Cut", "Lag"),
     "psclient.reader.directory_sink": ("DirectorySink",),
     "psclient.reader.follower": ("Follower", "follow"),

@@ -289,6 +289,16 @@ class EvictedError(SparsepsError, PermissionError):
         self.seconds = seconds
 
 
+class RankLostError(SparsepsError, ConnectionError):
+    """Another rank of a publisher's group is gone, or silent for too long; this publisher cannot go on."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what}; look at the first error in the ranks' logs. Readers have the version before, or this one; make a "
+            "new publisher on every rank"
+        )
+
+
 class NodeBrokenError(SparsepsError, ConnectionError):
     """Another process of this node is gone, or silent for too long; this one's optimizer cannot go on."""
 

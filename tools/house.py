@@ -30,7 +30,7 @@ ROOMS = {
         ["rpc"],
         ["compress"],
         ["buckets", "model"],
-        ["budget", "executor", "report", "rounds", "settings"],
+        ["budget", "executor", "ranks", "report", "rounds", "settings"],
         ["whole_numbers"],
         ["errors"],
     ],

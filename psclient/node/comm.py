@@ -1,54 +1,24 @@
-"""Messages and tensors between the processes of a node.
+"""The state and the tensors of a node, which its processes tell one another.
 
-Messages travel over a gloo group of their own, with a time limit of its own: a follower waits there for as long as its
-leader waits for a server, which is too long for the group that averages gradients. Tensors on GPUs travel in the
-latter, those on the host as messages do.
+Tensors on GPUs travel in the group that averages gradients, those on the host as messages do.
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from psclient import errors
 from psclient.errors import NodeBrokenError, SparsepsError
 from psclient.optim.base import ParameterServerOptimizer
+from psclient.ranks import Messages, RemoteError
 from psclient.report import StepReport, Totals
 
 _COPIED = ("version", "finished", "live_workers", "worker", "run_id", "server", "report", "defaults")
 _SMALL_BYTES = 1 << 16  # below it tensors travel together: a message for each bias would cost more than copying it
 _SMALL_TOGETHER = 16  # at most so many of them in one message
-
-
-@dataclass(frozen=True)
-class RemoteError:
-    """An error as it travels: the name of its class, its text, and those of its attributes that are plain values."""
-
-    kind: str
-    message: str
-    attributes: dict[str, Any]
-
-    @classmethod
-    def of(cls, error: BaseException) -> "RemoteError":
-        """Describe an error."""
-        plain = {name: value for name, value in vars(error).items() if isinstance(value, str | int | float | tuple)}
-        return cls(type(error).__name__, str(error), plain)
-
-    def rebuild(self) -> SparsepsError:
-        """Return an error of the same class; :class:`NodeBrokenError` for one that is not this library's."""
-        kind = getattr(errors, self.kind, None)
-        if not (isinstance(kind, type) and issubclass(kind, SparsepsError)):
-            return NodeBrokenError(f"the process that speaks to the server ended with {self.kind}: {self.message}")
-        error: SparsepsError = kind.__new__(kind, self.message)  # each class has a constructor of its own
-        error.args = (self.message,)
-        lists = {name: tuple(value) for name, value in self.attributes.items() if isinstance(value, list)}  # JSON's
-        vars(error).update(self.attributes | lists)
-        return error
 
 
 @dataclass(frozen=True)
@@ -96,40 +66,20 @@ class NodeStatus:
         return cls(**plain)
 
 
-class NodeComm:
+class NodeComm(Messages):
     """Connects one process to the others of its node; made by all of them; rank 0 of the group is the leader."""
 
     def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.is_leader = self.rank == 0
-        self._seconds = timeout_seconds
+        super().__init__(group, timeout_seconds)
         self._group = group
-        self._closed = False
-        with self._guarded("meet the others"):
-            # Not dist.new_group(): a second group of the same ranks would have the name of the first one, and would
-            # read its addresses in the store.
-            store: Any = group.get_group_store()
-            place = dist.PrefixStore(f"psclient/{store.add(f'psclient/{self.rank}', 1)}", store)  # type: ignore[attr-defined]
-            self._messages: Any = dist.ProcessGroupGloo(place, self.rank, self.size, timedelta(seconds=timeout_seconds))
 
-    def gather(self, values: Sequence[int]) -> list[list[int]]:
-        """Return every process's values, in the order of ranks."""
-        mine = torch.tensor(values, dtype=torch.int64, device="cpu")
-        found = [torch.empty_like(mine) for _ in range(self.size)]
-        with self._guarded("begin a step"):
-            self._messages.allgather([found], [mine]).wait()
-        return [tensor.tolist() for tensor in found]
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process speaks to the server."""
+        return self.rank == 0
 
-    def broadcast_bytes(self, data: bytes = b"") -> bytes:
-        """Return the leader's data on every process."""
-        with self._guarded("end a step"):
-            length = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
-            self._messages.broadcast(length, 0).wait()
-            buffer = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-            if self.is_leader:
-                buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            self._messages.broadcast(buffer, 0).wait()
-        return buffer.numpy().tobytes()
+    def _broken(self, why: str) -> SparsepsError:
+        return NodeBrokenError(f"on this node, {why}")
 
     @torch.no_grad()
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -162,22 +112,3 @@ class NodeComm:
         if memory.is_cpu:
             return self._messages.broadcast(memory, 0)
         return dist.broadcast(memory, group=self._group, async_op=True, group_src=0)
-
-    def close(self) -> None:
-        """End the connections; processes that wait for this one then get an error at once."""
-        self._closed = True
-        self._messages = None
-
-    @contextmanager
-    def _guarded(self, doing: str) -> Iterator[None]:
-        """Turn the failure of another process into an error that says so, and let the others know."""
-        if self._closed:
-            raise NodeBrokenError("the processes of this node have parted after an earlier error")
-        try:
-            yield
-        except RuntimeError as error:  # the common base of what gloo, NCCL and their store raise
-            self.close()
-            raise NodeBrokenError(
-                f"rank {self.rank} of {self.size} on this node wanted to {doing}, and another process of the "
-                f"node is gone or has said nothing for {self._seconds:.0f} s ({str(error).splitlines()[0]})"
-            ) from error

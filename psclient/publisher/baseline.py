@@ -86,6 +86,12 @@ class Baseline:
         os.ftruncate(self._descriptor, 0)
         os.lseek(self._descriptor, 0, os.SEEK_SET)
 
+    def reserve(self, layout: ModelLayout) -> None:
+        """Make room for words that are written in any order, into :attr:`words`, until :meth:`fill`."""
+        self.begin()
+        os.posix_fallocate(self._descriptor, 0, layout.size * layout.word_bytes)
+        self._map(layout)
+
     def fill(self, layout: ModelLayout) -> None:
         """Say of which layout the words are that were added."""
         self._map(layout)

@@ -5,52 +5,40 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 
 from psclient import settings as client_settings
 from psclient.errors import REJOIN_REASONS, ConfigurationError, ServerFaultError, from_refusal
 from psclient.executor import SerialExecutor
 from psclient.model.module import NamedBuffers
-from psclient.publisher import compare_loops
 from psclient.publisher.baseline import Baseline, Held
-from psclient.publisher.source import Source, layout_of, named, octets_of, spec_of
+from psclient.publisher.published import Published
+from psclient.publisher.source import Source
+from psclient.publisher.words import OwnWords, WordSource
 from psclient.rpc.resolver import connect
 from psclient.rpc.run import Run
 from psclient.rpc.shard_stream import EncodedPart, ShardStream
 from psclient.settings import ClientSettings, Server
-from pscore.model.layout import Span, TensorSpec
+from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice, entries
 from pscore.wire import frames
 from pscore.wire.dense import bytes_of
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from psclient.publisher.gathered import Gathered
+
 log = logging.getLogger("psclient")
 
 METHOD, AGREED = "feed", {"update": "assign"}
 _NAME = "publisher"  # of the run's one worker
-_BLOCK = 1 << 20  # words that are compared at a time
 _MOST_CHANGED = 0.5  # of the words that are sent as changes: of more all are sent, and no change is kept
 _CLOSING_SECONDS = 10.0
-
-
-class Published(NamedTuple):
-    """A version of a feed that readers get.
-
-    Attributes:
-        version: its number.
-        changed: words that differ from the version before; all of the first one, and if that is not known.
-        nbytes: that were sent.
-        seconds: that the publication took.
-    """
-
-    version: int
-    changed: int
-    nbytes: int
-    seconds: float
 
 
 class _Prepared(NamedTuple):
@@ -76,10 +64,14 @@ class Publisher:
         baseline: file with the words of the version that was published last, as long as the model. With it, a new
             publisher goes on with differences; without, its first publication has all words. The system keeps as much
             of it in memory as there is room.
+        group: process group of ranks that have blocks of the tensors (DTensors), or some of the tensors each. Every
+            rank makes a publisher, and calls :meth:`publish`; each compares its own blocks, and the group's first rank,
+            which alone needs the server's address, publishes what differs.
         settings: of the client; read from the environment if left out.
 
     Raises:
         ConfigurationError: no server is named, or the file cannot be used.
+        RankLostError: a rank of the group is gone, or does not come.
     """
 
     def __init__(
@@ -88,13 +80,16 @@ class Publisher:
         feed: str = "",
         *,
         baseline: str | Path = "",
+        group: "dist.ProcessGroup | None" = None,
         settings: ClientSettings | None = None,
     ) -> None:
         self._settings = client_settings.resolve(settings, server, _NAME)
         if feed:
             self._settings = self._settings.model_copy(update={"run_id": feed})
-        client_settings.require_server(self._settings)
-        self._baseline = Baseline(baseline)
+        self._ranks = None if group is None else _gathered(group, baseline)
+        if self._ranks is None or self._ranks.is_first:
+            client_settings.require_server(self._settings)
+        self._baseline = Baseline(baseline if self._ranks is None or self._ranks.is_first else "")
         self._run: Run | None = None
         self._prepared: _Prepared | None = None
         self._is_closed, self._step = False, 0
@@ -104,9 +99,11 @@ class Publisher:
         """Publish tensors as the next version; returns once that is durable on shard 0, and readers get it.
 
         ``source`` has the same names, shapes and data types, in the same order, each time; the calling thread waits.
+        In a group every rank publishes its own part, and gets the same answer.
 
         Raises:
             ConfigurationError: the tensors are others than before, or cannot be published.
+            RankLostError: a rank of the group is gone, or does not come.
             SparsepsError: servers that cannot be reached, or refuse. The feed then has this version or the one
                 before, and the next call finds out which.
         """
@@ -124,6 +121,8 @@ class Publisher:
             self._thread.call(self._run.close, self._cancel)
         self._thread.close(_CLOSING_SECONDS)
         self._baseline.close()
+        if self._ranks is not None:
+            self._ranks.close()
 
     def __enter__(self) -> "Publisher":
         """Return the publisher."""
@@ -142,30 +141,31 @@ class Publisher:
     def _publish(self, source: Source) -> Published:
         began = time.perf_counter()
         with torch.no_grad():
-            run, has_words = self._run, False  # whether the baseline has the words that are published
-            if run is None:
-                run, has_words = self._begin(source)
-                if has_words and self._has_base(run):  # it was uploaded
-                    self._note(run)
-                    size = self._baseline.layout.size
-                    return Published(run.coordinator.version, size, run.upload_bytes, time.perf_counter() - began)
-            else:
-                self._settle(run)
-            most = int(_MOST_CHANGED * self._baseline.layout.size)
-            changes = None if has_words else _Changes(self._differences(named(source)), most)
-            version, changed, nbytes = self._send(run, changes)
+            if self._ranks is None:
+                return self._publish_words(OwnWords(source), began)
+            return self._ranks.publish(source, partial(self._publish_words, began=began), lambda: self._baseline.held)
+
+    def _publish_words(self, words: WordSource, began: float) -> Published:
+        run, has_words = self._run, False  # whether the baseline has the words that are published
+        if run is None:
+            run, has_words = self._begin(words)
+            if has_words and self._has_base(run):  # it was uploaded
+                self._note(run)
+                size = self._baseline.layout.size
+                return Published(run.coordinator.version, size, run.upload_bytes, time.perf_counter() - began)
+        else:
+            self._settle(run)
+        most = int(_MOST_CHANGED * self._baseline.layout.size)
+        changes = None if has_words else _Changes(words.differences(self._baseline), most)
+        version, changed, nbytes = self._send(run, changes)
         return Published(version, changed, nbytes, time.perf_counter() - began)
 
-    def _begin(self, source: Source) -> tuple[Run, bool]:
-        """Join, and upload the source if the server has nothing; return whether the baseline has the source's words."""
-        baseline, is_known = self._baseline, False
-        if isinstance(source, Iterator):  # which is read once
-            self._fill(source)
-        else:
-            layout = layout_of([spec_of(name, tensor) for name, tensor in named(source)])
-            is_known = baseline.open(layout)
-            if not is_known:
-                self._fill(source)
+    def _begin(self, words: WordSource) -> tuple[Run, bool]:
+        """Join, and upload the words if the server has nothing; return whether the baseline has them all."""
+        baseline = self._baseline
+        is_known = words.layout is not None and baseline.open(words.layout)
+        if not is_known:
+            words.fill(baseline)
         held = baseline.held
         connections = connect(self._settings.server, self._settings.security, self._settings.connect_seconds)
         spans = baseline.layout.shard_spans(len(connections))
@@ -182,40 +182,6 @@ class Publisher:
             for shard, (generation, version) in zip(shards, held.shards, strict=True):
                 shard.adopt(generation, version=version)
         return run, not is_known
-
-    def _fill(self, source: Source) -> None:
-        """Write the source's words into the baseline."""
-        specs: list[TensorSpec] = []
-        self._baseline.begin()
-        for name, tensor in named(source):
-            specs.append(spec_of(name, tensor))
-            self._baseline.append(octets_of(tensor))
-        self._baseline.fill(layout_of(specs))
-
-    def _differences(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[SparseSlice]:
-        """Yield the words that differ from the baseline's, in order; raises :class:`ConfigurationError`."""
-        layout, words = self._baseline.layout, self._baseline.words
-        position = 0
-        for name, tensor in tensors:
-            spec = layout.parameters[position] if position < len(layout.parameters) else None
-            if spec is None or (name, tuple(tensor.shape), tensor.dtype) != (spec.name, spec.shape, spec.dtype):
-                raise ConfigurationError(
-                    f"{spec_of(name, tensor).describe()} stands where the feed has "
-                    f"{spec.describe() if spec is not None else 'nothing more'}; for another model start another feed"
-                )
-            mine, start = octets_of(tensor).view(words.dtype), layout.offsets[position]
-            for first in range(0, mine.size, _BLOCK):
-                block = mine[first : first + _BLOCK]
-                span = Span(start + first, start + first + block.size)
-                room = np.empty(block.size + 1, np.int64)
-                count = compare_loops.differing.on(block.size)(block, words[span.start : span.end], room)
-                if count:
-                    places = room[:count].copy()
-                    found = torch.from_numpy(block[places]).view(layout.value_dtype)
-                    yield SparseSlice(span, torch.from_numpy(places), found)
-            position += 1
-        if position < len(layout.parameters):
-            raise ConfigurationError(f"the source lacks {layout.parameters[position].describe()}")
 
     def _send(self, run: Run, changes: "_Changes | None") -> tuple[int, int, int]:
         """Publish changes, or all words of the baseline; return the version, the number of words, and of bytes."""
@@ -347,6 +313,12 @@ class _Changes:
         while self.seen:
             yield self.seen.pop(0)
         yield from self._left
+
+
+def _gathered(group: "dist.ProcessGroup", baseline: str | Path) -> "Gathered":
+    from psclient.publisher.gathered import Gathered  # which loads torch.distributed.tensor
+
+    return Gathered(group, baseline)
 
 
 def _encoded(part: SparseSlice, form: frames.WireForm, chunk_bytes: int) -> EncodedPart:

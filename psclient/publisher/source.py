@@ -21,8 +21,11 @@ Octets = NDArray[np.uint8]
 _WIDEST_WORD = 4
 
 
-def named(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and tensors; raises :class:`ConfigurationError` for a tensor that cannot be published."""
+def named(source: Source, *wrappers: type[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield names and tensors; raises :class:`ConfigurationError` for a tensor that cannot be published.
+
+    A tensor that consists of others is one of those, unless it is of one of the classes ``wrappers``.
+    """
     if isinstance(source, torch.nn.Module):
         source = source.state_dict()
     pairs: Iterable[Any] = source.items() if isinstance(source, Mapping) else source
@@ -34,10 +37,11 @@ def named(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
             raise ConfigurationError(fault)
         if tensor.is_meta or tensor.layout is not torch.strided:
             raise ConfigurationError(f"{name!r} has no values that could be published: it is {_kind(tensor)}")
-        if is_traceable_wrapper_subclass(tensor):
+        if is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, wrappers):
             raise ConfigurationError(
                 f"{name!r} is a {type(tensor).__name__}, which consists of other tensors: publish what it stands "
-                "for, on one rank (a DTensor's full_tensor(), say)"
+                "for. DTensors are published by publishers on all ranks: Publisher(…, group=torch.distributed.group."
+                "WORLD)"
             )
         if tensor.dtype not in DATA_TYPES:
             raise ConfigurationError(f"{name!r} has a data type that is not published: {tensor.dtype}")

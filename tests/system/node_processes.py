@@ -1,17 +1,10 @@
-"""The processes of nodes, for tests: ``python -m tests.system.node_processes SCENARIOS RANKS FOLDER SERVER``.
-
-Torch is loaded once, and each rank is a fork of that; what it returns lies in ``FOLDER/scenario/rank``.
-"""
+"""What the processes of nodes do in tests; :mod:`tests.system.rank_processes` starts them."""
 
 import copy
-import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,26 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import psclient
 from psclient.errors import SparsepsError
+from tests.system import rank_processes
 from tests.system.tools import QUICK, make_data, make_model, suspend, train_step
 
-RANKS_PER_NODE = 2
-
-
-def launch(scenario: str, ranks: int, folder: Path, *servers: str) -> list[Any]:
-    """Run a scenario; return what each rank has found, ``None`` for one that was killed."""
-    return launch_all([scenario], ranks, folder, *servers)[scenario]
-
-
-def launch_all(scenarios: Sequence[str], ranks: int, folder: Path, *servers: str) -> dict[str, list[Any]]:
-    """Run scenarios beside one another."""
-    command = [sys.executable, "-m", "tests.system.node_processes", ",".join(scenarios), str(ranks), str(folder)]
-    done = subprocess.run([*command, *servers], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    return {scenario: [_found(folder / scenario / str(rank)) for rank in range(ranks)] for scenario in scenarios}
-
-
-def _found(file: Path) -> Any:
-    return torch.load(file, weights_only=False) if file.exists() else None
+launch, launch_all = partial(rank_processes.launch, __name__), partial(rank_processes.launch_all, __name__)
 
 
 def parameters(model: nn.Module) -> list[torch.Tensor]:
@@ -297,7 +274,7 @@ def averages_without_a_node(rank: int, named: str, outer: str, bare: str, legiti
 def _is_left(rank: int, server: str, victim: int, number: signal.Signals, *, amid: bool = False) -> Any:
     """The victim gets a signal; return what the other one meets, and after how many seconds."""
     model = make_model(batch_norm=False)
-    optimizer = dgs(model, server, timeout_seconds=4.0)
+    optimizer = dgs(model, server, timeout_seconds=8.0)
     model(torch.ones(3, 20)).sum().backward()
     optimizer.step()
     if rank == victim:
@@ -329,41 +306,3 @@ def leader_dies_in_a_step(rank: int, server: str) -> Any:
 
 def leader_is_told_to_end_in_a_step(rank: int, server: str) -> Any:
     return _is_left(rank, server, 0, signal.SIGTERM, amid=True)
-
-
-def _rank(scenario: str, rank: int, ranks: int, folder: str, servers: list[str]) -> None:
-    torch.set_num_threads(1)
-    os.chdir(folder)
-    os.environ |= {"LOCAL_RANK": str(rank % RANKS_PER_NODE), "LOCAL_WORLD_SIZE": str(min(ranks, RANKS_PER_NODE))}
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
-    limit = timedelta(seconds=30)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=limit)
-    found = globals()[scenario](rank, *servers)
-    torch.save(found, f"{folder}/part-{rank}")
-    Path(f"{folder}/part-{rank}").rename(f"{folder}/{rank}")
-
-
-def main() -> int:
-    """Start the ranks of every scenario at once, and kill what is left after a minute."""
-    scenarios, ranks, folder, *servers = sys.argv[1:]
-    torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # loads the half of torch that waits for an optimizer
-    fork = multiprocessing.get_context("fork")
-    processes = []
-    for scenario in scenarios.split(","):
-        place = f"{folder}/{scenario}"
-        Path(place).mkdir()
-        for rank in range(int(ranks)):
-            processes.append(fork.Process(target=_rank, args=(scenario, rank, int(ranks), place, servers)))
-    for process in processes:
-        process.start()
-    end = time.monotonic() + 60
-    for process in processes:
-        process.join(max(0.0, end - time.monotonic()))
-    failed = any(process.exitcode not in (0, -signal.SIGKILL, 128 + signal.SIGTERM) for process in processes)
-    for process in processes:
-        process.kill()
-    return failed
-
-
-if __name__ == "__main__":
-    sys.exit(main())

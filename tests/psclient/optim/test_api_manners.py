@@ -51,6 +51,7 @@ def server():
         (errors.AccessError, PermissionError),
         (errors.EvictedError, PermissionError),
         (errors.NodeBrokenError, ConnectionError),
+        (errors.RankLostError, ConnectionError),
     ],
 )
 def test_an_error_is_also_the_built_in_one_that_a_caller_would_catch(kind, builtin):

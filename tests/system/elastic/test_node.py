@@ -168,7 +168,7 @@ def test_who_is_left_behind_gets_an_error_in_time(left_behind, scenario):
     kind, message, _ = found[survivor]["error"]
     assert kind == found[survivor]["again"][0] == "NodeBrokenError"
     assert "starts the whole node again" in message
-    assert found[survivor]["seconds"] < 20  # the limit is 4 s; the rest is what a loaded machine may take
+    assert found[survivor]["seconds"] < 20  # the limit is 8 s; the rest is what a loaded machine may take
 
 
 def test_the_script_of_the_documentation_trains_under_torchrun(tmp_path):

@@ -24,6 +24,7 @@ ELSEWHERE = {
     ("following.md", "A module"): "tests/system/following/test_followers.py",
     ("following.md", "A directory"): "tests/system/following/test_followers.py",
     ("publishing.md", "Publishing a model that is trained elsewhere"): "tests/system/publishing/test_publishers.py",
+    ("publishing.md", "From several ranks"): "tests/system/publishing/rank_scenarios.py",
     **{
         ("fine-tuning.md", name): "tests/system/loops/test_fine_tuning.py" for name in ("Trainer", "peft", "trl", "Ray")
     },
