@@ -162,8 +162,8 @@ class Publisher:
 
     def _begin(self, words: WordSource) -> tuple[Run, bool]:
         """Join, and upload the words if the server has nothing; return whether the baseline has them all."""
-        baseline = self._baseline
-        is_known = words.layout is not None and baseline.open(words.layout)
+        baseline, layout = self._baseline, words.layout
+        is_known = layout is not None and baseline.open(layout)
         if not is_known:
             words.fill(baseline)
         held = baseline.held

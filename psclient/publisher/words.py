@@ -1,6 +1,6 @@
 """The words of a source, as a publisher reads them: all of them, or those that differ from a baseline's."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +15,7 @@ from pscore.model.layout import ModelLayout, Span, TensorSpec
 from pscore.model.sparse_slice import SparseSlice
 
 _BLOCK = 1 << 20  # words that are compared at a time
+_SMALL = 1 << 16  # words of a tensor up to which it is compared together with its neighbours
 
 
 class WordSource(Protocol):
@@ -55,16 +56,40 @@ class OwnWords:
 
     def differences(self, baseline: Baseline) -> Iterator[SparseSlice]:
         """See :class:`WordSource`."""
-        layout = baseline.layout
+        start = 0
+        for words in _joined(self._words(baseline)):
+            yield from changed(words, baseline, start)
+            start += words.size
+
+    def _words(self, baseline: Baseline) -> Iterator[Words]:
+        """Yield the words of each tensor, if it is the baseline's next one."""
+        parameters, dtype = baseline.layout.parameters, baseline.words.dtype
         position = 0
         for name, tensor in named(self._source):
-            spec = layout.parameters[position] if position < len(layout.parameters) else None
+            spec = parameters[position] if position < len(parameters) else None
             if spec is None or (name, tuple(tensor.shape), tensor.dtype) != (spec.name, spec.shape, spec.dtype):
                 raise other_model(spec_of(name, tensor), spec)
-            yield from changed(octets_of(tensor).view(baseline.words.dtype), baseline, layout.offsets[position])
+            yield octets_of(tensor).view(dtype)
             position += 1
-        if position < len(layout.parameters):
-            raise ConfigurationError(f"the source lacks {layout.parameters[position].describe()}")
+        if position < len(parameters):
+            raise ConfigurationError(f"the source lacks {parameters[position].describe()}")
+
+
+def _joined(tensors: Iterable[Words]) -> Iterator[Words]:
+    """Join small tensors that follow one another, so that many cost no more than one that is as large as all."""
+    small: list[Words] = []
+    size = 0
+    for words in tensors:
+        if small and (words.size > _SMALL or size + words.size > _BLOCK):
+            yield np.concatenate(small)
+            small, size = [], 0
+        if words.size > _SMALL:
+            yield words
+        else:
+            small.append(words.copy())  # its memory may be handed out again
+            size += words.size
+    if small:
+        yield np.concatenate(small)
 
 
 def other_model(found: TensorSpec, expected: TensorSpec | None) -> ConfigurationError:
@@ -76,7 +101,7 @@ def other_model(found: TensorSpec, expected: TensorSpec | None) -> Configuration
 
 
 def changed(mine: Words, baseline: Baseline, start: int) -> Iterator[SparseSlice]:
-    """Yield the words of a tensor that differ from the baseline's, in which it begins at ``start``."""
+    """Yield the words of neighbouring tensors that differ from the baseline's, in which they begin at ``start``."""
     for first in range(0, mine.size, _BLOCK):
         block = mine[first : first + _BLOCK]
         span = Span(start + first, start + first + block.size)

@@ -13,6 +13,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,8 @@ class DirectorySink(Sink):
         self._files = _Files(())
         self._staged: tuple[Cut, _Files] | None = None
         self._before: set[str] = set()  # files of the version before
+        self._named: set[str] = set()  # files that the index names
+        self._known_begins: dict[int, tuple[tuple[int, int, int], NDArray[np.int64]]] = {}  # of a group's last file
 
     def dtype(self, layout: ModelLayout | None) -> torch.dtype | None:
         """Return the type that the files have."""
@@ -86,8 +89,9 @@ class DirectorySink(Sink):
     def open(self, layout: ModelLayout) -> Cut | None:
         """Read the directory; return the cut that the index names, if its files are whole."""
         self._make()
-        self._layout, self._groups = layout, _grouped(layout)
+        self._layout, self._groups, self._known_begins = layout, _grouped(layout), {}
         self._held, self._files = self._found(layout)
+        self._named = self._names_of_index()
         self._remove_others()
         return self._held
 
@@ -105,9 +109,10 @@ class DirectorySink(Sink):
         assert layout is not None
         values = torch.empty(entries.entries, dtype=layout.value_dtype, device="cpu")
         for name, group in zip(self._files.names, self._groups, strict=True):
-            for spec, words, first, last, where in self._parts(self.path / name, group, entries, "r"):
+            begins = self._begins(self.path / name, group)
+            for dtype, words, first, last, where in self._parts(self.path / name, begins, group, entries, "r"):
                 held = torch.from_numpy(np.array(words[where]))
-                values[first:last] = held.view(spec.dtype).float() if not layout.word_bytes else held.view(values.dtype)
+                values[first:last] = held.view(dtype).float() if not layout.word_bytes else held.view(values.dtype)
         return SparseSlice(entries.span, entries.offsets, values)
 
     def tensors(self) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
@@ -133,10 +138,12 @@ class DirectorySink(Sink):
                 continue
             new = f"model-{number}-{index + 1:05d}-of-{count:05d}.safetensors"
             temporary = self.path / f".{new}.tmp"
+            begins = None
             if names[index]:
+                begins = self._begins(self.path / names[index], group)
                 shutil.copyfile(self.path / names[index], temporary)
                 for change in changes:
-                    self._write(temporary, group, change)
+                    self._write(temporary, begins, group, change)
             else:
                 tensors = {layout.parameters[position].name: _zeros(layout.parameters[position]) for position in group}
                 for change in changes:
@@ -148,6 +155,8 @@ class DirectorySink(Sink):
                 modelfile.save(temporary, tensors, {"format": "pt"})
             modelfile.sync(temporary)
             os.replace(temporary, self.path / new)
+            if begins is not None:
+                self._known_begins[group.start] = _identity(self.path / new), begins
             names[index] = new
         if staged.buffers is not None:
             buffers = f"model-{number}-buffers.safetensors"
@@ -157,7 +166,7 @@ class DirectorySink(Sink):
             os.replace(self.path / f".{buffers}.tmp", self.path / buffers)
         files = _Files(tuple(names), buffers)
         temporary = self.path / f".{INDEX}.tmp"
-        temporary.write_text(json.dumps(self._described(staged.cut, files), indent=1), encoding="utf-8")
+        temporary.write_text(json.dumps(self._described(staged.cut, files), separators=(",\n", ": ")), encoding="utf-8")
         modelfile.sync(temporary)
         modelfile.sync_folder(self.path)
         self._staged = staged.cut, files
@@ -169,7 +178,7 @@ class DirectorySink(Sink):
         modelfile.sync_folder(self.path)
         self._before = self._files.all()
         self._held, self._files = self._staged
-        self._staged = None
+        self._named, self._staged = self._files.all(), None
         self._remove_others()
 
     def abort(self) -> None:
@@ -260,7 +269,7 @@ class DirectorySink(Sink):
             raise ConfigurationError(f"{self.path / INDEX} is of another program: name another directory")
         return found
 
-    def _named(self) -> set[str]:
+    def _names_of_index(self) -> set[str]:
         """Return the files that the index names, whole or not: others may read them."""
         try:
             index = json.loads((self.path / INDEX).read_text(encoding="utf-8"))
@@ -305,17 +314,18 @@ class DirectorySink(Sink):
         size = sum(spec.nbytes for spec, _ in specs)
         return {"metadata": {"total_size": size, _KEY: about}, "weight_map": {spec.name: name for spec, name in specs}}
 
-    def _write(self, path: Path, group: range, change: SparseSlice) -> None:
-        for spec, words, first, last, where in self._parts(path, group, change, "r+"):
+    def _write(self, path: Path, begins: NDArray[np.int64], group: range, change: SparseSlice) -> None:
+        for dtype, words, first, last, where in self._parts(path, begins, group, change, "r+"):
             values = change.values[first:last]
-            words[where] = words_of(values if values.dtype in WORDS.values() else values.to(spec.dtype)).astype(
-                words.dtype
-            )
+            words[where] = words_of(values if values.dtype in WORDS.values() else values.to(dtype)).astype(words.dtype)
 
     def _parts(
-        self, path: Path, group: range, entries: SparseSlice, mode: Any
-    ) -> Iterator[tuple[TensorSpec, NDArray[Any], int, int, slice | NDArray[np.int64]]]:
-        """Yield each tensor of a file that entries lie in: its words, which entries, and where in the tensor."""
+        self, path: Path, begins: NDArray[np.int64], group: range, entries: SparseSlice, mode: Any
+    ) -> Iterator[tuple[torch.dtype, NDArray[Any], int, int, slice | NDArray[np.int64]]]:
+        """Yield the words of a file in a data type, which entries lie there, and where.
+
+        That is one tensor if all its elements follow one another, and else all neighbours of a data type.
+        """
         layout = self._layout
         assert layout is not None
         common = entries.span.intersect(Span(layout.offsets[group.start], layout.offsets[group.stop]))
@@ -326,29 +336,52 @@ class DirectorySink(Sink):
         cuts = edges.clip(common.start, common.end) - base
         offsets = None if entries.offsets is None else entries.offsets.numpy()
         bounds = cuts if offsets is None else np.searchsorted(offsets, cuts)
+        raw, numbers = np.memmap(path, np.uint8, mode), np.flatnonzero(np.diff(bounds))
+        for dtype, found in groupby(numbers.tolist(), lambda number: self._dtype_of(places.start + number)):
+            width = layout.word_bytes or dtype.itemsize
+            words = raw[: raw.size // width * width].view(f"u{width}")
+            here = np.array([*found])
+            shifts = begins[here + (places.start - group.start)] // width + base - edges[here]
+            if offsets is None:
+                for number, shift in zip(here.tolist(), shifts.tolist(), strict=True):
+                    first, last = int(bounds[number]), int(bounds[number + 1])
+                    yield dtype, words, first, last, slice(first + shift, last + shift)
+            else:
+                first, last = int(bounds[here[0]]), int(bounds[here[-1] + 1])
+                yield dtype, words, first, last, offsets[first:last] + np.repeat(shifts, np.diff(bounds)[here])
+        if mode != "r":
+            raw.flush()
+
+    def _dtype_of(self, position: int) -> torch.dtype:
+        """Return in which data type the words of a parameter are read and written: in a feed that of its words."""
+        assert self._layout is not None
+        return self._layout.value_dtype if self._layout.word_bytes else self._layout.parameters[position].dtype
+
+    def _begins(self, path: Path, group: range) -> NDArray[np.int64]:
+        """Return where each tensor of a file begins, in bytes; raises ``OSError`` if one is not there whole."""
+        layout, file = self._layout, _identity(path)
+        assert layout is not None
+        known = self._known_begins.get(group.start)
+        if known is not None and known[0] == file:
+            return known[1]
         try:
             header, data = _header(path)
         except ValueError as error:
             raise OSError(f"{path} is damaged: {error}") from error
-        raw = np.memmap(path, np.uint8, mode)
-        for number in np.flatnonzero(np.diff(bounds)):
-            spec, edge = layout.parameters[places.start + int(number)], int(edges[number])
-            first, last = int(bounds[number]), int(bounds[number + 1])
+        begins = np.empty(len(group), np.int64)
+        for number, position in enumerate(group):
+            spec = layout.parameters[position]
             begin, end = header.get(spec.name, {}).get("data_offsets", (0, 0))
-            if end - begin != spec.nbytes or data + end > raw.size:
+            is_odd = (data + begin) % self._dtype_of(position).itemsize
+            if end - begin != spec.nbytes or data + end > file[1] or is_odd:
                 raise OSError(f"{path} is damaged: {spec.name} is not whole")
-            width = layout.word_bytes or spec.dtype.itemsize
-            words = raw[data + begin : data + end].view(f"u{width}")
-            where: Any = slice(first + base - edge, last + base - edge)
-            if offsets is not None:
-                where = offsets[first:last] + (base - edge)
-            yield spec, words, first, last, where
-        if mode != "r":
-            raw.flush()
+            begins[number] = data + begin
+        self._known_begins[group.start] = file, begins
+        return begins
 
     def _remove_others(self) -> None:
         """Remove what no version needs: that before stays, for whoever reads it."""
-        kept = self._files.all() | self._before | self._named()
+        kept = self._files.all() | self._before | self._named
         for found in self.path.iterdir():
             if _OURS.fullmatch(found.name) and found.name not in kept:
                 found.unlink(missing_ok=True)
@@ -381,6 +414,12 @@ def _fill(tensor: torch.Tensor, span: Span, change: SparseSlice | None) -> None:
 def words_in(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a contiguous tensor's memory as words, flat."""
     return tensor.detach().view(-1).view(dtype)
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    """Return what is another if somebody has written to a file: its inode, size and time."""
+    state = path.stat()
+    return state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
