@@ -21,7 +21,7 @@ from psclient.model.memory import first_shared
 from psclient.model.module import edits_of
 from psclient.model.scatter import scatter
 from pscore.model.layout import ModelLayout, Span
-from pscore.model.sparse_slice import SparseSlice
+from pscore.model.sparse_slice import SparseSlice, by_tensor
 from pscore.selection.cuda import device_kernels
 from pscore.selection.cuda.launches import SCATTERED_BYTES, TARGET, DeviceKernels
 from pscore.selection.host.segments import KINDS
@@ -232,10 +232,11 @@ class Replica:
         before = edits_of(self.parameters)
         scattered = self._scatter(segments, adds)
         for segment in segments:
-            left = self._write_plain(segment, adds)
-            for position in [position for position in left if not scattered[position]]:
-                part = segment.clip(self.layout.span(position))
-                if part is None:
+            left = np.zeros_like(scattered)
+            left[self._write_plain(segment, adds)] = True
+            left &= ~scattered
+            for position, part in by_tensor(self.layout, segment) if left.any() else ():
+                if not left[position]:
                     continue
                 within, data = self._within(position, part.span), self.parameters[position].detach()
                 is_odd = not data.is_contiguous() and not (adds and position in self._fp32)

@@ -30,7 +30,7 @@ from pscore.model import modelfile
 from pscore.model.buffers import pack
 from pscore.model.digest import ModelDigest, total, words_of
 from pscore.model.layout import WORDS, ModelLayout, Span, TensorSpec
-from pscore.model.sparse_slice import SparseSlice
+from pscore.model.sparse_slice import SparseSlice, by_tensor
 
 INDEX = "model.safetensors.index.json"
 _LOCK = ".follow.lock"
@@ -147,11 +147,11 @@ class DirectorySink(Sink):
             else:
                 tensors = {layout.parameters[position].name: _zeros(layout.parameters[position]) for position in group}
                 for change in changes:
-                    for position, common in layout.overlapping(change.span):
+                    for position, part in by_tensor(layout, change):
                         tensor = tensors[layout.parameters[position].name]
                         if layout.word_bytes:
                             tensor = words_in(tensor, layout.value_dtype)
-                        _fill(tensor, layout.span(position), change.clip(common))
+                        _fill(tensor, layout.offsets[position], part)
                 modelfile.save(temporary, tensors, {"format": "pt"})
             modelfile.sync(temporary)
             os.replace(temporary, self.path / new)
@@ -403,10 +403,8 @@ def _zeros(spec: TensorSpec) -> torch.Tensor:
     return octets.view(spec.dtype).view(spec.shape)
 
 
-def _fill(tensor: torch.Tensor, span: Span, change: SparseSlice | None) -> None:
-    if change is None:
-        return
-    first = change.span.start - span.start
+def _fill(tensor: torch.Tensor, start: int, change: SparseSlice) -> None:
+    first = change.span.start - start
     where = slice(first, first + change.span.length) if change.offsets is None else change.offsets + first
     tensor.view(-1)[where] = change.values.to(tensor.dtype)
 

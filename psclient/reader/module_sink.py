@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
 import torch
 
 from psclient.errors import ConfigurationError, from_refusal
@@ -12,7 +11,7 @@ from psclient.reader.cut import Cut
 from psclient.reader.sink import MisfitError, Sink, StagedCut
 from pscore.model.buffers import pack
 from pscore.model.layout import ModelLayout, TensorSpec
-from pscore.model.sparse_slice import SparseSlice
+from pscore.model.sparse_slice import SparseSlice, by_tensor
 from pscore.names import shown
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.messages import READER_DTYPES
@@ -217,18 +216,15 @@ def _parts(
     layout: ModelLayout, tensors: Sequence[torch.Tensor], entries: SparseSlice
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Yield, tensor by tensor, which of the entries lie in it, and its values there."""
-    span, places = entries.span, layout.positions(entries.span)
-    edges = np.array(layout.offsets[places.start : places.stop + 1]) - span.start
-    cuts = edges.clip(0, span.length)
-    offsets = None if entries.offsets is None else entries.offsets.numpy()
-    bounds = cuts if offsets is None else np.searchsorted(offsets, cuts)
-    for number in np.flatnonzero(np.diff(bounds)):
-        first, last, edge = int(bounds[number]), int(bounds[number + 1]), int(edges[number])
-        flat = tensors[places.start + int(number)].detach().reshape(-1)
-        if offsets is None:
-            found = flat[first - edge : last - edge]
+    last = 0
+    for position, part in by_tensor(layout, entries):
+        first, last = last, last + part.entries
+        start = part.span.start - layout.offsets[position]
+        flat = tensors[position].detach().reshape(-1)
+        if part.offsets is None:
+            found = flat[start : start + part.span.length]
         elif flat.is_cpu and flat.dtype == torch.float32:
-            found = torch.from_numpy(flat.numpy()[offsets[first:last] - edge])
+            found = torch.from_numpy(flat.numpy()[part.offsets.numpy() + start])
         else:
-            found = flat[torch.from_numpy(offsets[first:last] - edge).to(flat.device)]
+            found = flat[(part.offsets + start).to(flat.device)]
         yield first, last, found.cpu().to(layout.value_dtype)

@@ -13,7 +13,7 @@ from psclient.reader.directory_sink import DirectorySink
 from psclient.reader.sink import Sink, StagedCut, reader_dtype
 from pscore.model.layout import ModelLayout, TensorSpec
 from pscore.model.modelfile import in_own_dtype
-from pscore.model.sparse_slice import SparseSlice
+from pscore.model.sparse_slice import SparseSlice, by_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +175,8 @@ def patches_of(
     """
     found: dict[int, list[SparseSlice]] = {}
     for change in changes:
-        for position, common in layout.overlapping(change.span):
-            if (part := change.clip(common)) is not None:
-                found.setdefault(position, []).append(part)
+        for position, part in by_tensor(layout, change):
+            found.setdefault(position, []).append(part)
     for position, parts in found.items():
         spec, start = layout.parameters[position], layout.offsets[position]
         values, places = _joined(start, parts)

@@ -1,12 +1,12 @@
 """The one representation of an update inside the system: entries of a span of the flat layout."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from pscore.model.layout import Span
+from pscore.model.layout import ModelLayout, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,27 @@ class SparseSlice:
         if first == last:
             return None
         return SparseSlice(common, self.offsets[first:last] - low, self.values[first:last])
+
+
+def by_tensor(layout: ModelLayout, segment: SparseSlice) -> Iterator[tuple[int, SparseSlice]]:
+    """Yield the position of each parameter in which entries lie, and these, as views of the same memory.
+
+    Parameters without entries cost next to nothing.
+    """
+    span, touched = segment.span, layout.positions(segment.span)
+    cuts = np.array(layout.offsets[touched.start : touched.stop + 1]).clip(span.start, span.end) - span.start
+    offsets = segment.offsets
+    if offsets is None:
+        bounds = cuts
+    elif offsets.is_cpu:
+        bounds = np.searchsorted(offsets.numpy(), cuts)
+    else:
+        bounds = torch.searchsorted(offsets, torch.from_numpy(cuts).to(offsets.device)).cpu().numpy()
+    for number in np.flatnonzero(np.diff(bounds)).tolist():
+        low, high, first, last = map(int, (cuts[number], cuts[number + 1], bounds[number], bounds[number + 1]))
+        part = None if offsets is None else offsets[first:last] - low
+        inside = Span(span.start + low, span.start + high)
+        yield touched.start + number, SparseSlice(inside, part, segment.values[first:last])
 
 
 def entries(segments: Iterable[SparseSlice]) -> int:
