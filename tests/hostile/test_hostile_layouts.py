@@ -2,6 +2,7 @@
 
 import math
 import random
+import tracemalloc
 import zlib
 
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pscore.model.layout import ModelLayout, TensorSpec
+from pscore.wire import layouts
 from pscore.wire.errors import ErrorCode, Rejected
-from pscore.wire.layouts import layout_to_message, unpack_layout
+from pscore.wire.layouts import layout_to_message, most_memory, unpack_layout, unpacked
 from pscore.wire.messages import DATA_TYPES
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.durability.initial_model import fit
@@ -95,3 +97,62 @@ def test_a_model_far_larger_than_the_start_file_is_refused_without_allocating_it
         with pytest.raises(Rejected) as refused:
             fit(layout, state, with_buffers=False)
         assert refused.value.reason is ErrorCode.FINGERPRINT_MISMATCH
+
+
+# Pieces that lie
+
+
+def forged(*pieces, fingerprint=b""):
+    return pb.PackedLayout(fingerprint=fingerprint, pieces=pieces)
+
+
+GOOD = zlib.compress(layout_to_message(LAYOUT).SerializeToString())
+TENSORS = pb.ModelLayout(parameters=[pb.TensorSpec(name="t", shape=[1], data_type=1)] * (1 << 16))
+ALIASES = pb.ModelLayout(parameters=[pb.TensorSpec(name="t", shape=[1], data_type=1, aliases=["a"] * (1 << 18))])
+FORGED = {
+    "no bytes": (forged(b""), "cut"),
+    "not compressed": (forged(layout_to_message(LAYOUT).SerializeToString()), "no compressed ModelLayout"),
+    "a piece that is cut": (forged(GOOD[:-1]), "cut"),
+    "a piece and more": (forged(GOOD + b"x"), "cut"),
+    "no layout": (forged(zlib.compress(b"\xff" * 40)), "no compressed ModelLayout"),
+    "a piece too large": (forged(zlib.compress(bytes((1 << 20) + 1))), "1048576 bytes"),
+    "a bomb": (forged(zlib.compress(bytes(1 << 28), 9)), "1048576 bytes"),
+    "bombs": (forged(*[zlib.compress(bytes(1 << 20), 9)] * 128), "no compressed ModelLayout"),
+    "a piece too many": (forged(*[GOOD] * 129), "128 pieces, not 129"),
+    "too many bytes": (forged(*[bytes(1 << 16)] * 61), "3932160 bytes once they are compressed, not 3997696"),
+    "a tensor too many": (packed(*[TENSORS] * 16, layout_to_message(LAYOUT)), "1048576 tensors"),
+    "an alias too many": (packed(*[ALIASES] * 4, pb.ModelLayout(parameters=ALIASES.parameters)), "1048576 aliases"),
+    "tensors of two bytes": (forged(*[zlib.compress(b"\n\0" * (1 << 19))] * 3), "1048576 tensors"),
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+@pytest.mark.parametrize("read", [unpack_layout, unpacked])
+def test_a_forged_layout_is_refused_within_memory_that_was_charged(what, read):
+    found, named = FORGED[what]
+    tracemalloc.start()
+    try:
+        with pytest.raises(Rejected, match=named) as refused:
+            read(found)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert refused.value.reason is ErrorCode.BAD_REQUEST
+    assert peak < most_memory(found)
+    assert peak < 200 << 20
+
+
+def test_tensors_are_counted_before_one_is_made(monkeypatch):
+    def made(*_):
+        raise AssertionError("a tensor is made although there are too many")
+
+    monkeypatch.setattr(layouts, "TensorSpec", made)
+    monkeypatch.setattr(layouts, "tensor_name_fault", made)
+    with pytest.raises(Rejected, match="1048576 tensors"):
+        unpack_layout(packed(*[TENSORS] * 17))
+
+
+@given(st.integers(0, 2**32))
+@many
+def test_any_damage_to_a_piece_is_taken_or_refused(seed):
+    taken_or_refused(forged(mutate_bytes(GOOD, random.Random(seed)), fingerprint=LAYOUT.fingerprint))
