@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pscore.model.digest import DIGEST_BYTES, ModelDigest, total
-from pscore.model.layout import Span
+from pscore.model.layout import ModelLayout, Span, TensorSpec
 from pscore.model.layout import layout_of as layout_of_tensors
 from pscore.model.sparse_slice import SparseSlice
 
@@ -125,3 +125,17 @@ def test_large_models_are_read_in_blocks():
 def test_places_beyond_32_bits_have_terms_of_their_own(index):
     assert mixed(index, 7, *LOW) != mixed(index + 2**32, 7, *LOW)
     assert len(ModelDigest(LAYOUT).value) == DIGEST_BYTES
+
+
+def test_words_beyond_two_and_four_thousand_million_count_with_their_indices():
+    layout = ModelLayout((TensorSpec("w", (2**33,), torch.uint8),), word_bytes=1)
+    places = [0, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**33 - 1]
+    words = torch.tensor([1, 2, 3, 4, 5, 6], dtype=torch.uint8)
+    digest = ModelDigest(layout)
+    digest.add(SparseSlice(Span(0, 2**33), torch.tensor(places), words))
+    entries = list(zip(places, words.tolist(), strict=True))
+    halves = [sum(mixed(place, word, *odd) for place, word in entries) & MASK for odd in (LOW, HIGH)]
+    assert digest.value == b"".join(half.to_bytes(8, "little") for half in halves)
+    for place, word in zip(places, words, strict=True):
+        digest.remove(SparseSlice(Span(place, place + 1), None, word[None]))
+    assert digest.value == bytes(DIGEST_BYTES)

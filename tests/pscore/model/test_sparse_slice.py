@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pscore.model.layout import Span
-from pscore.model.sparse_slice import SparseSlice, entries, merge
-from tests.pscore.core_makers import as_dict, numbered, segments, spans
+from pscore.model.layout import ModelLayout, Span, TensorSpec
+from pscore.model.sparse_slice import SparseSlice, by_tensor, entries, merge
+from tests.pscore.core_makers import as_dict, layouts, numbered, segments, spans
 
 many = settings(deadline=None, max_examples=100)
 
@@ -88,3 +88,40 @@ def test_dense_neighbours_stay_dense_only_if_they_fill_the_span():
 def test_dense_and_sparse_merge_into_sparse():
     left, right = SparseSlice(Span(2, 4), None, numbered(2)), SparseSlice(Span(5, 9), torch.tensor([0, 3]), numbered(2))
     assert as_dict(merge(Span(0, 10), [left, right])) == {2: 1, 3: 2, 5: 1, 8: 2}
+
+
+@given(st.data(), layouts(max_tensors=12).filter(lambda layout: layout.size))
+@many
+def test_the_parts_by_tensor_are_those_that_clipping_finds(data, layout):
+    span = data.draw(spans(layout.size))
+    chosen = sorted(data.draw(st.sets(st.integers(0, max(0, span.length - 1)), max_size=span.length)))
+    is_dense = data.draw(st.booleans())
+    offsets = None if is_dense else torch.tensor(chosen, dtype=torch.int64)
+    segment = SparseSlice(span, offsets, numbered(span.length if is_dense else len(chosen)))
+    expected = [
+        (position, part)
+        for position, common in layout.overlapping(segment.span)
+        if (part := segment.clip(common)) is not None and part.entries
+    ]
+    found = list(by_tensor(layout, segment))
+    assert [position for position, _ in found] == [position for position, _ in expected]
+    for (_, mine), (_, clipped) in zip(found, expected, strict=True):
+        assert mine.span == clipped.span
+        assert as_dict(mine) == as_dict(clipped)
+        assert (mine.offsets is None) == (clipped.offsets is None)
+
+
+def test_entries_beyond_two_and_four_thousand_million_are_found_in_their_tensors():
+    sizes = {"a": 5, "big": 2**32 + 3, "z": 2**31}
+    layout = ModelLayout(tuple(TensorSpec(name, (size,), torch.uint8) for name, size in sizes.items()), word_bytes=1)
+    places = [4, 5, 2**31 - 1, 2**31, 2**32, 2**32 + 7, 2**32 + 8, layout.size - 1]
+    segment = SparseSlice(Span(0, layout.size), torch.tensor(places), torch.arange(8, dtype=torch.uint8))
+    found = [
+        (position, part.span.start, part.offsets.tolist(), part.values.tolist())
+        for position, part in by_tensor(layout, segment)
+    ]
+    assert found == [
+        (0, 0, [4], [0]),
+        (1, 5, [place - 5 for place in places[1:6]], [1, 2, 3, 4, 5]),
+        (2, 2**32 + 8, [0, 2**31 - 1], [6, 7]),
+    ]

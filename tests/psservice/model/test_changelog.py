@@ -11,8 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pscore.model.layout import Span
+from pscore.model.sparse_slice import SparseSlice
 from psservice.model import changelog
 from psservice.model.changelog import ChangeLog, _is_scanned, gather, union
+from psservice.rules.changed import changed_by
 
 SIZE = 40
 many = settings(deadline=None, max_examples=150)
@@ -162,3 +165,15 @@ def test_changes_that_a_restart_brought_to_the_host_are_read_for_a_model_on_a_de
     place, values = gather(changes, torch.empty(100_000, device="meta"))
     assert place.device.type == values.device.type == "meta"
     assert values.numel() == place.numel() == sum(each.numel() for each in changes)
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(2**31 - 1, torch.int32), (2**31, torch.int64), (2**33, torch.int64)])
+def test_offsets_of_a_large_shard_are_as_wide_as_they_must_be(size, dtype):
+    places = torch.tensor([0, size // 2, size - 1])
+    changed = changed_by(SparseSlice(Span(0, size), places, torch.ones(3, dtype=torch.uint8)))
+    assert changed.dtype == dtype
+    assert changed.tolist() == places.tolist()
+    ledger = ChangeLog(size, entry_limit=10)
+    ledger.append(1, changed)
+    ledger.append(2, changed_by(SparseSlice(Span(0, size), places[1:] - 1, torch.ones(2, dtype=torch.uint8))))
+    assert union(ledger.since(0), size).tolist() == sorted({*places.tolist(), size // 2 - 1, size - 2})

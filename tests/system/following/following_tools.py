@@ -51,11 +51,11 @@ def training(server, **options):
 def loaded(path):
     """Read a directory by its index, as another program does; return the cut's description and the tensors."""
     index = json.loads((Path(path) / INDEX).read_text())
-    found = {}
-    for name, file in index["weight_map"].items():
+    weight_map, found = index["weight_map"], {}
+    for file in dict.fromkeys(weight_map.values()):
         with safe_open(Path(path) / file, "pt") as opened:
-            found[name] = opened.get_tensor(name)
-    return index["metadata"]["sparseps"], found
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return index["metadata"]["sparseps"], {name: found[name] for name in weight_map}
 
 
 class SleepyEngine:
