@@ -25,7 +25,7 @@ from psclient.publisher.baseline import Baseline, Held, Words
 from psclient.publisher.blocks import Block, Places, block_of
 from psclient.publisher.published import Published
 from psclient.publisher.source import Source, layout_of, named, octets_of
-from psclient.publisher.words import WordSource, changed, differing, other_model
+from psclient.publisher.words import WordSource, changed, differing, joined, other_model
 from psclient.ranks import Messages, RemoteError
 from pscore.model.layout import ModelLayout, Span, TensorSpec
 from pscore.model.sparse_slice import SparseSlice
@@ -315,8 +315,7 @@ class Gathered:
                 if places.size:
                     whole = layout.offsets[position] + block.offsets(places, per_element)
                     found[position].append((whole, words[places]))
-        for position in sorted(found):
-            yield from self._segments(position, found.pop(position))
+        yield from joined(each for position in sorted(found) for each in self._segments(position, found.pop(position)))
 
     def _segments(self, position: int, parts: list[tuple[Places, Words]]) -> Iterator[SparseSlice]:
         """Merge what ranks have sent of one tensor."""

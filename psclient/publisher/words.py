@@ -12,7 +12,7 @@ from psclient.publisher import compare_loops
 from psclient.publisher.baseline import Baseline, Words
 from psclient.publisher.source import Source, layout_of, named, octets_of, spec_of
 from pscore.model.layout import ModelLayout, Span, TensorSpec
-from pscore.model.sparse_slice import SparseSlice
+from pscore.model.sparse_slice import SparseSlice, merge
 
 _BLOCK = 1 << 20  # words that are compared at a time
 _SMALL = 1 << 16  # words of a tensor up to which it is compared together with its neighbours
@@ -90,6 +90,24 @@ def _joined(tensors: Iterable[Words]) -> Iterator[Words]:
             size += words.size
     if small:
         yield np.concatenate(small)
+
+
+def joined(segments: Iterable[SparseSlice]) -> Iterator[SparseSlice]:
+    """Join ascending segments of small tensors, so that they travel as one chunk and not as one each."""
+    parts: list[SparseSlice] = []
+    for segment in segments:
+        if parts and segment.span.end - parts[0].span.start > _BLOCK:
+            yield _merged(parts)
+            parts = []
+        parts.append(segment)
+    if parts:
+        yield _merged(parts)
+
+
+def _merged(parts: list[SparseSlice]) -> SparseSlice:
+    found = merge(Span(parts[0].span.start, parts[-1].span.end), parts)
+    assert found is not None
+    return found
 
 
 def other_model(found: TensorSpec, expected: TensorSpec | None) -> ConfigurationError:

@@ -1,5 +1,6 @@
 """The words that differ from a baseline: the same ones, however small the tensors are and in whichever blocks."""
 
+from itertools import pairwise
 from unittest import mock
 
 import numpy as np
@@ -12,6 +13,9 @@ from psclient.errors import ConfigurationError
 from psclient.publisher import words
 from psclient.publisher.baseline import Baseline
 from psclient.publisher.words import OwnWords
+from pscore.model.layout import Span
+from pscore.model.sparse_slice import SparseSlice
+from tests.pscore.core_makers import as_dict
 
 
 @given(
@@ -48,13 +52,30 @@ def test_what_differs_is_found_in_order_however_tensors_are_compared(sizes, smal
         baseline.close()
 
 
-@pytest.mark.parametrize("number", [0, 4999, 9999])
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), min_size=1, max_size=30), st.integers(1, 40))
+@settings(deadline=None, max_examples=60)
+def test_segments_of_small_tensors_are_joined_within_a_block_and_keep_their_entries(gaps, block):
+    segments, end = [], 0
+    for gap, length in gaps:
+        span = Span(end + gap, end + gap + length)
+        offsets = torch.arange(0, length, 2)
+        segments.append(SparseSlice(span, offsets, (offsets + span.start).to(torch.int32)))
+        end = span.end
+    with mock.patch.object(words, "_BLOCK", block):
+        found = list(words.joined(segments))
+    assert as_dict(*found) == as_dict(*segments)
+    assert [each.span.start for each in found] == sorted({each.span.start for each in found})
+    assert all(each.span.length <= max(block, 9) for each in found)
+    assert all(later.span.end - each.span.start > block for each, later in pairwise(found))
+
+
+@pytest.mark.parametrize("number", [0, 1500, 2999])
 def test_a_tensor_among_many_that_is_another_is_named(number):
     baseline = Baseline("")
-    tensors = [(f"t{i}", torch.zeros(2)) for i in range(10_000)]
+    tensors = [(f"t{i}", torch.zeros(2)) for i in range(3000)]
     try:
         OwnWords(tensors).fill(baseline)
-        with pytest.raises(ConfigurationError, match=rf"the source lacks t{9999} "):
+        with pytest.raises(ConfigurationError, match="the source lacks t2999 "):
             list(OwnWords(tensors[:-1]).differences(baseline))
         tensors[number] = ("other", torch.zeros(2))
         with pytest.raises(ConfigurationError, match=rf"other .* stands where the feed has t{number} "):
