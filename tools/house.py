@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {
     "pscore": [
         ["__init__", "warmup"],
-        ["net"],
+        ["net", "reader"],
         ["wire"],
         ["model", "selection", "telemetry"],
         ["config", "jit", "pointers"],

@@ -15,6 +15,7 @@ from collections.abc import Collection
 from typing import NamedTuple, Protocol
 
 from pscore.model.modelfile import StateDict
+from pscore.reader.cut import ShardVersion
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.cuts.readers import Readers
 from psservice.cuts.shadow import ReaderType, Shadow
@@ -34,14 +35,6 @@ _MOST_VERSIONS = 1024  # of readers, of whom some have gone without a word
 _ALL_SHARDS_SECONDS = 10.0  # for the other shards to take part in a cut
 _AGAIN_SECONDS = 5.0  # after which a cut over several shards is tried although shard 0 has not moved
 _SHARE, _LONGEST_PAUSE_SECONDS = 0.5, 10.0  # of the time that making cuts may take, up to a pause
-
-
-class ShardVersion(NamedTuple):
-    """A shard's part of a cut for readers of one data type."""
-
-    generation: int
-    version: int
-    digest: bytes
 
 
 class Wanted(NamedTuple):
