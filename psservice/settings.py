@@ -76,6 +76,19 @@ class ServerSettings(LayeredSettings):
     init_checkpoint: str = setting("", "checkpoint of that directory; empty for its last version")
 
     run_id: str = setting("", "name of the run; empty for a random one", max_length=LONGEST_NAME)
+    relay_of: str = setting(
+        "",
+        "relay the versions of this server for readers: HOST:PORT of any or of each shard; psservice relay --of",
+        max_length=1 << 16,
+    )
+    relay_type: Literal["run", "float16", "bfloat16"] = setting(
+        "run", "in which type a relay holds fp32 parameters: as the run has them, or in half of the bytes"
+    )
+    relay_ca: Path | None = setting(None, "CA (PEM) of the relayed server's certificate; turns on TLS to it")
+    relay_cert: Path | None = setting(None, "own certificate (PEM) for mutual TLS to the relayed server")
+    relay_key: Path | None = setting(None, "its key (PEM)")
+    relay_token_file: Path | None = setting(None, "file that holds a bearer token for the relayed server")
+
     down_mode: Literal["auto", "exact", "topk"] = setting("auto", "replies to pulls; auto: top-k beyond --exact-limit")
     down_selector: str = setting(DEFAULT_SELECTOR, "selector of the entries of a top-k reply: " + ", ".join(SELECTORS))
     down_value_type: str = setting("fp32", "type of the values in a top-k reply: " + ", ".join(VALUE_CODECS))

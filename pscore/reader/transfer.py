@@ -72,7 +72,7 @@ class CutTransfer:
         dtype: torch.dtype | None = None,
         read: Callable[[SparseSlice], SparseSlice | None] = lambda entries: None,
     ) -> None:
-        self.index, self.span, self._layout = index, span, layout
+        self.index, self.span, self.layout = index, span, layout
         self._dtype, self._read_held = dtype, read
         self._partial: _Partial | None = None
 
@@ -127,12 +127,12 @@ class CutTransfer:
         if base is None or before is not None:
             return False
         nothing = torch.empty(0, dtype=torch.int64, device="cpu")
-        narrow = [run for dtype, run in self._layout.dtype_runs(self.span) if dtype.itemsize == 2]
+        narrow = [run for dtype, run in self.layout.dtype_runs(self.span) if dtype.itemsize == 2]
         return bool(narrow) and self._read_held(SparseSlice(narrow[0], nothing, nothing.float())) is not None
 
     def _own(self, span: Span, offsets: NDArray[np.int64] | None) -> torch.Tensor:
         """Return what is held at offsets of a span, in its 16-bit type; raises :class:`Rejected` if it has none."""
-        types = {dtype for dtype, _ in self._layout.dtype_runs(span)}
+        types = {dtype for dtype, _ in self.layout.dtype_runs(span)}
         if len(types) != 1 or next(iter(types)).itemsize != 2:
             raise Rejected(ErrorCode.BAD_CHUNK, f"residues for [{span.start}, {span.end}), which has other types")
         places = None if offsets is None else torch.from_numpy(offsets)
@@ -146,7 +146,7 @@ class CutTransfer:
         """See :meth:`Attempt.read`."""
         version, base, before = attempt.version, attempt.base, attempt.before
         own = self._own if attempt.request.residues else None
-        reader, buffers = frames.ChunkReader(self.span, own=own, dtype=self._layout.value_dtype), b""
+        reader, buffers = frames.ChunkReader(self.span, own=own, dtype=self.layout.value_dtype), b""
         pieces: frames.BytesReader | None = None
         received, began = 0, 0.0
         for data in messages:
@@ -156,7 +156,7 @@ class CutTransfer:
             if response.HasField("header"):
                 if pieces is not None or response.header.version != version.version:
                     raise Rejected(ErrorCode.BAD_REQUEST, "a second header, or that of another version")
-                most, nbytes = packed_bytes(self._layout.buffers), response.header.buffer_bytes
+                most, nbytes = packed_bytes(self.layout.buffers), response.header.buffer_bytes
                 pieces, began = frames.BytesReader(nbytes, most if nbytes else 0), time.perf_counter()
                 received = 0
             if pieces is None:

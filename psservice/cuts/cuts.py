@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
 
 from pscore.model.modelfile import StateDict
@@ -131,6 +131,7 @@ class Cuts:
         trouble: why no cut could be made the last time, in words; empty if one could. On shard 0.
         wanted: the cut that every shard is to take part in; on shard 0.
         readers: that have asked; on shard 0.
+        may_begin: tells whether a cut may begin; on shard 0. On a relay the shards must have the source's cut.
     """
 
     def __init__(self, shard: CutShard, interval_seconds: float, num_shards: int) -> None:
@@ -150,6 +151,7 @@ class Cuts:
         self.newest: Cut | None = None
         self.wanted, self.trouble = _NO_READERS, ""
         self.readers = Readers(self._clock)
+        self.may_begin: Callable[[], bool] = lambda: True
 
     @property
     def nbytes(self) -> int:
@@ -272,6 +274,11 @@ class Cuts:
             while len(at) > _MOST_VERSIONS:
                 del at[min(at)]
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether readers have asked lately."""
+        return self._clock() < self._asked_at + _IDLE_SECONDS
+
     def own(self) -> tuple[int, Part | None]:
         """Return the number of the newest cut that this shard has taken part in, and its part."""
         with self._lock:
@@ -308,6 +315,8 @@ class Cuts:
         self._end_if_whole()
 
     def _is_wanted(self, model: ModelShard, now: float) -> bool:
+        if not self.may_begin():
+            return False
         newest, is_alone = self.newest, self._num_shards == 1 or not self.wanted.number
         if newest is None or newest.number != self.wanted.number:  # one is under way
             return now >= self._begun_at + (0.0 if is_alone else _ALL_SHARDS_SECONDS)

@@ -14,7 +14,7 @@ from psservice.model.changelog import ChangeLog
 from psservice.model.parameters import ModelShard, on_device
 from psservice.rules.changed import ChangedIndices, changed_by
 from psservice.settings import ShardSettings
-from psservice.state.records import KINDS, PUBLISHED, PUSHED, ROUND_CLOSED, read_record, read_update
+from psservice.state.records import KINDS, PUBLISHED, PUSHED, RELAYED, ROUND_CLOSED, read_record, read_update
 from psservice.state.run import Run
 from psservice.state.state import ShardState
 from psservice.state.v1 import journal_pb2 as rec
@@ -84,8 +84,8 @@ class Past:
     def versions_dropped(self) -> int:
         """Count the versions behind the damage, as far as their records can be read."""
         mode = self.model.mode
-        made_by = PUBLISHED if mode.is_feed else PUSHED if mode.rounds is None else ROUND_CLOSED
-        return sum(record.kind == made_by for record in self._source.dropped())
+        made_by = {PUBLISHED} if mode.is_feed else {PUSHED, RELAYED} if mode.rounds is None else {ROUND_CLOSED}
+        return sum(record.kind in made_by for record in self._source.dropped())
 
     def apply_settings(self) -> bool:
         """Use the settings from now on; return whether they are new, so that a snapshot has to follow."""
@@ -149,7 +149,7 @@ class Past:
             path = self.snapshot.path.parents[1] / "journal"
             raise OtherReleaseError(path, f"records of kind {journaled.kind}, unknown to this release", is_newer=True)
         record, messages = read_record(journaled.kind, journaled.body)
-        if not isinstance(record, rec.Pushed):
+        if not isinstance(record, rec.Pushed | rec.Relayed):
             self.state.apply(record)
             return
         update = on_device(read_update(messages, self.model.span, self.model.theta.dtype), self._device)
