@@ -82,7 +82,8 @@ class Source:
         """Return what leads to a cut in this shard; raises as :meth:`await_cut`, and ``transfer`` keeps a beginning."""
         asked = transfer.asked(cut, held, buffers)
         with self._calling(self._index) as channel:
-            call = channel.stream_stream(READ_CUT)(iter([asked.request.SerializeToString()]))
+            read_cut: Any = channel.stream_stream(READ_CUT)
+            call = read_cut(iter([asked.request.SerializeToString()]))
             with self._tracked(call):
                 return asked.read(_moving(call))
 

@@ -63,7 +63,7 @@ class ShardCalls:
                 raise Rejected(ErrorCode.BAD_REQUEST, "a part of a cut is of a shard, and has a digest of 16 bytes")
             told = Part(version.generation, version.version, (version.digest, *request.more_digests))
             shard.cuts.hear(request.shard_index, request.cut, told)
-        if request.HasField("relayed") and shard.relayed is not None:
+        if request.HasField("relayed") and shard.go_to is not None:
             shard.relay_parts[request.shard_index] = request.relayed.generation, request.relayed.version
         number, news = shard.news, news_of(shard)  # in this order: what changes from here on changes the number
         fingerprint = _fingerprint(news)

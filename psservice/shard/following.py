@@ -51,13 +51,16 @@ def follow(shard: Shard, news: pb.RunNews) -> None:
 
     Raises :class:`~pscore.wire.errors.Rejected` if that cannot be done now: the next news bring it again.
     """
-    if news.HasField("relayed") and shard.go_to is not None:
-        shard.go_to(Cut.from_message(news.relayed))
-    if not shard.run.run_id:
+    if shard.go_to is not None:
+        if news.HasField("relayed"):
+            shard.go_to(Cut.from_message(news.relayed))
+    elif not shard.run.run_id:
         named = rec.RunNamed(run_id=news.run_id)
         shard.apply_thread.run(lambda: shard.commit(named))  # not while the model is replaced, with the run's id
         log.info("shard 0 has named the run", extra={"run": news.run_id})
     if news.run_id != shard.run.run_id:
+        if shard.go_to is not None:  # shard 0 has not named the source's cut yet
+            return
         log.error(
             "shard 0 is of another run: it has lost its data, or --coordinator names another server",
             extra={"run": shard.run.run_id, "of_shard_0": news.run_id},
