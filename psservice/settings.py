@@ -27,6 +27,9 @@ _UNITS = {"listen": "HOST:PORT", "-seconds": "SECONDS", "-bytes": "BYTES", "--de
 _KINDS = {"str": "NAME", "int": "N", "float": "NUMBER", "Path": "FILE"}
 
 
+_NOT_OF_RELAYS = ("init", "run_id", "end_versions", "end_samples", "final_model")
+
+
 class SettingsError(ValueError):
     """A setting is unknown or out of range; the message names it."""
 
@@ -204,6 +207,10 @@ class ServerSettings(LayeredSettings):
             raise ValueError(f"--device {self.device!r}: use auto, cpu, cuda or cuda:N")
         if self.shards > 1:
             self._check_shards()
+        if (self.relay_cert is None) != (self.relay_key is None):
+            raise ValueError("--relay-cert and --relay-key are given together")
+        if self.relay_of and (other := next((name for name in _NOT_OF_RELAYS if getattr(self, name)), None)):
+            raise ValueError(f"{self.explicit(other)} is for a server that trains; a relay has what its source has")
         return self
 
     def _check_shards(self) -> None:
@@ -261,14 +268,14 @@ def at_port(address: str, port: int) -> str:
     return f"{address.rpartition(':')[0]}:{port}"
 
 
-def load(arguments: Sequence[str]) -> ServerSettings:
+def load(arguments: Sequence[str], command: str = "serve") -> ServerSettings:
     """Read the settings from command-line flags and everything below them.
 
     Raises :class:`SettingsError`, and ``SystemExit`` for ``--help`` or a flag that does not exist.
     """
     flags = CliSettingsSource[Any](
         ServerSettings,
-        cli_prog_name="psservice serve",
+        cli_prog_name=f"psservice {command}",
         cli_parse_args=list(arguments),
         cli_hide_none_type=True,
         add_argument_method=_add_argument,

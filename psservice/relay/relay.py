@@ -7,6 +7,7 @@ its source, and a reader may go from one to the other.
 """
 
 import logging
+import math
 import socket
 import threading
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from psservice.model.buffers import BufferAverage
 from psservice.model.copies import values_at
 from psservice.model.parameters import ModelShard, on_device
 from psservice.model.training_mode import TrainingMode
-from psservice.relay.source import WAIT_SECONDS, Source, SourceError, question
+from psservice.relay.source import WAIT_SECONDS, CutSource, Source, SourceError, question
 from psservice.shard import model_install
 from psservice.shard.following import RUN_STATES
 from psservice.shard.shard import Shard
@@ -51,29 +52,37 @@ _BLOCK = 1 << 20
 
 
 class Relay:
-    """One shard of a relay; on shard 0 with the thread that asks the source.
+    """One shard of a relay; on shard 0 :meth:`start` starts the thread that asks the source."""
 
-    ``on_trouble`` is called with words if the source cannot be followed, and with none once it can be again.
-    """
-
-    def __init__(self, shard: Shard, on_trouble: Callable[[str], None] = lambda why: None) -> None:
-        self._shard, self._settings, self._on_trouble = shard, shard.settings, on_trouble
+    def __init__(self, shard: Shard, source: CutSource | None = None) -> None:
+        self._shard, self._settings = shard, shard.settings
         self._index = shard.settings.shard_index
         self._dtype = _TYPES[shard.settings.relay_type]
-        self._source = Source(shard.settings)
+        self._source: CutSource = source or Source(shard.settings)
         self._going = threading.Lock()
         self._layout: ModelLayout | None = None  # of the source's model
         self._layout_is_of: tuple[str, int] | None = None  # run and generation
         self._transfer: CutTransfer | None = None
         self._digest: tuple[ModelShard, int, ModelDigest] | None = None  # of the model at this version
         self._closing = threading.Event()
-        self._complained = -_COMPLAINT_SECONDS
+        self._lost_at: float | None = None  # when the source was lost
+        self._complained_at = -math.inf
         self._thread: threading.Thread | None = None
         shard.go_to = self.go_to
         if shard.is_coordinator:
             shard.cuts.may_begin = self._is_together
+
+    def start(self) -> None:
+        """Begin to ask the source."""
+        if self._shard.is_coordinator:
             self._thread = threading.Thread(target=self._lead, name="relay", daemon=True)
             self._thread.start()
+
+    @property
+    def lost_seconds(self) -> float:
+        """For how long the source has not been followed; 0 while it is."""
+        lost_at = self._lost_at
+        return 0.0 if lost_at is None else self._shard.environment.monotonic() - lost_at
 
     def close(self) -> None:
         """Break off what is under way, and end the thread."""
@@ -95,8 +104,8 @@ class Relay:
             except (SourceError, Rejected) as error:
                 self._complain(str(error))
             except Exception as error:  # whatever it was, the thread lives on and asks again
-                log.exception("the source cannot be followed")
-                self._on_trouble(str(error))
+                self._complain(repr(error))
+                log.exception("the source cannot be followed", exc_info=error)
             known = None
             self._closing.wait(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
@@ -143,21 +152,21 @@ class Relay:
             self._closing.wait(_POLL_SECONDS)
 
     def _complain(self, why: str) -> None:
+        """Note that the source is lost; log it at first, and then once a minute."""
         if self._closing.is_set():
             return
-        self._on_trouble(why)
         now = self._shard.environment.monotonic()
-        if now - self._complained >= _COMPLAINT_SECONDS:
-            self._complained = now
+        self._lost_at = now if self._lost_at is None else self._lost_at
+        if now - self._complained_at >= _COMPLAINT_SECONDS:
+            self._complained_at = now
             log.warning(
                 "the source cannot be followed: readers keep the version that is here",
                 extra={"source": self._settings.relay_of, "error": why},
             )
 
     def _recovered(self) -> None:
-        self._on_trouble("")
-        if self._complained > 0:
-            self._complained = -_COMPLAINT_SECONDS
+        if self._lost_at is not None:
+            self._lost_at, self._complained_at = None, -math.inf
             log.info("the source is followed", extra={"source": self._settings.relay_of})
 
     # Every shard
@@ -190,7 +199,8 @@ class Relay:
         """Check what has come, and make it this shard's version."""
         part, shard = cut.shards[self._index], self._shard
         wanted = self._wanted_buffers(cut)
-        if wanted and digest_of_buffers(fetched.buffers or self._buffers()) != wanted:
+        buffers = fetched.buffers or (self._buffers() if wanted else b"")
+        if wanted and digest_of_buffers(buffers) != wanted:
             raise Rejected(ErrorCode.BAD_COMMIT, "the source has sent other buffers than those of the cut")
         update = merge(span, fetched.changes)
         digest = ModelDigest(layout)
@@ -210,7 +220,7 @@ class Relay:
             self._digest = None
             raise Rejected(ErrorCode.BAD_COMMIT, "what the source has sent has another digest than its cut")
         if fetched.base is None:
-            self._install(cut, layout, span, update, fetched.buffers)
+            self._install(cut, layout, span, update, buffers)
         else:
             messages = messages_of(update, span, self._settings.chunk_bytes)
             record = rec.Relayed(

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
@@ -57,6 +57,19 @@ def addresses_of(settings: ServerSettings, seconds: float) -> tuple[tuple[str, .
         raise SourceError(str(error)) from error
 
 
+class CutSource(Protocol):
+    """What a relay needs of its source."""
+
+    def await_cut(self, request: pb.AwaitCutRequest) -> pb.AwaitCutResponse:
+        """Ask the source's shard 0; raises :class:`SourceError`, and :class:`Rejected` as the source does."""
+
+    def read(self, transfer: CutTransfer, cut: Cut, held: Cut | None, buffers: bytes) -> FetchedShard:
+        """Return what leads to a cut in this shard; raises as :meth:`await_cut`, and ``transfer`` keeps a beginning."""
+
+    def close(self) -> None:
+        """Break off every call."""
+
+
 class Source:
     """One shard's connections to the source: to its shard 0, which names the cuts, and to its own counterpart."""
 
@@ -69,7 +82,7 @@ class Source:
         self._address = settings.relay_of
 
     def await_cut(self, request: pb.AwaitCutRequest) -> pb.AwaitCutResponse:
-        """Ask the source's shard 0; raises :class:`SourceError`, and :class:`Rejected` as the source does."""
+        """See :class:`CutSource`."""
         with self._calling(0) as channel:
             call = ParameterServerServiceStub(channel).AwaitCut.future(
                 request, timeout=request.wait_seconds + _ANSWER_SECONDS
@@ -79,7 +92,7 @@ class Source:
         return answer
 
     def read(self, transfer: CutTransfer, cut: Cut, held: Cut | None, buffers: bytes) -> FetchedShard:
-        """Return what leads to a cut in this shard; raises as :meth:`await_cut`, and ``transfer`` keeps a beginning."""
+        """See :class:`CutSource`."""
         asked = transfer.asked(cut, held, buffers)
         with self._calling(self._index) as channel:
             read_cut: Any = channel.stream_stream(READ_CUT)
@@ -88,7 +101,7 @@ class Source:
                 return asked.read(_moving(call))
 
     def close(self) -> None:
-        """Break off every call."""
+        """See :class:`CutSource`."""
         with self._lock:
             self._closed = True
             calls = [*self._calls]

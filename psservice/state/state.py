@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any
 
+from pscore.model.buffers import unpack
 from pscore.model.layout import ModelLayout
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.messages import share_from_messages
@@ -121,10 +122,11 @@ class ShardState:
         if record.version > model.version:
             model.apply(update, version=record.version)
         model.relay([Place(each.generation, each.version) for each in record.parts])
-        if record.buffers:
-            if self.buffers is None:
-                raise ValueError("the shard keeps no buffers")
+        if record.buffers and self.buffers is not None:
             self.buffers.replace(record.buffers)
+        elif record.buffers:
+            specs = model.layout.buffers
+            self.buffers = BufferAverage(specs, unpack(record.buffers, specs))
 
     def _average(self, record: rec.Averaged) -> None:
         if self.buffers is None:
