@@ -193,9 +193,9 @@ class ModelShard:
         """End the run."""
 
     @property
-    def versions_are_pushes(self) -> bool:
-        """Whether each version is one push and changed what that push names."""
-        return self.mode.is_asynchronous and not self.rule.densifies
+    def versions_are_records(self) -> bool:
+        """Whether each version is one push, or relayed version, and changed what that names."""
+        return (self.mode.is_asynchronous or self.mode.is_relayed) and not self.rule.densifies
 
     def export(self) -> RuleState:
         """Return all that later versions depend on beside the parameters: the tensors themselves, to be copied."""

@@ -226,6 +226,7 @@ class Relay:
             record = rec.Relayed(
                 generation=part.generation,
                 version=part.version,
+                before=fetched.base.version,
                 buffers=fetched.buffers,
                 parts=[rec.RelayedPart(generation=each.generation, version=each.version) for each in cut.shards],
             )

@@ -114,7 +114,8 @@ class ShardState:
         model = self._model()
         if not isinstance(model, RelayedShard):
             raise ValueError("the shard relays nothing")
-        if record.generation != model.generation or record.version < model.version:
+        is_next = (record.generation, record.before) == (model.generation, model.version)
+        if not is_next or record.version < record.before:
             raise ValueError(
                 f"it is version {record.version} of generation {record.generation}, and follows version "
                 f"{model.version} of {model.generation}"

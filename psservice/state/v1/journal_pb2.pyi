@@ -656,12 +656,15 @@ class Relayed(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     BUFFERS_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """The generation, which is the model's already."""
     version: _builtins.int
     """The source's version of this shard."""
     buffers: _builtins.bytes
     """All buffers of the model, packed; empty if they have not changed."""
+    before: _builtins.int
+    """The version of this shard before."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___RelayedPart]:
         """The source's cut that it is of: the version of every shard, in order."""
@@ -673,10 +676,11 @@ class Relayed(_message.Message):
         version: _builtins.int = ...,
         buffers: _builtins.bytes = ...,
         parts: _abc.Iterable[Global___RelayedPart] | None = ...,
+        before: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffers", b"buffers", "generation", b"generation", "parts", b"parts", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "buffers", b"buffers", "generation", b"generation", "parts", b"parts", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

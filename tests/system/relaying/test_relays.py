@@ -115,6 +115,10 @@ def test_a_relay_serves_what_it_has_while_the_source_is_away(source, tmp_path):
                 with followed(relay, Holder(tensors)) as follower:
                     follower.wait_for(number, SECONDS)
                     held = follower.cut
+                if number == 2:
+                    with Follower(relay, DirectorySink(tmp_path / "late"), READING) as late:
+                        late.wait_for(2, SECONDS)
+                        whole_bytes = late.fetched_bytes
             source.stop()
             module = Holder(tensors)
             with followed(relay, module) as follower:
@@ -126,6 +130,9 @@ def test_a_relay_serves_what_it_has_while_the_source_is_away(source, tmp_path):
             follower.wait_for(3, SECONDS)
             assert follower.cut == held
             assert same_bits(dict(module.named_buffers()), tensors)
+        with Follower(relay, DirectorySink(tmp_path / "late"), READING) as late:
+            late.wait_for(3, SECONDS)
+            assert late.fetched_bytes < whole_bytes / 2, "what has changed since the version that it has"
 
 
 def test_a_killed_relay_goes_on_with_differences(source, tmp_path):
