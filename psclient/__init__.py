@@ -30,11 +30,10 @@ if TYPE_CHECKING:
     from psclient.optim.wagma import WAGMA as WAGMA
     from psclient.publisher.published import Published as Published
     from psclient.publisher.publisher import Publisher as Publisher
-    from psclient.reader.cut import Cut as Cut
-    from psclient.reader.cut import Lag as Lag
     from psclient.reader.directory_sink import DirectorySink as DirectorySink
     from psclient.reader.follower import Follower as Follower
     from psclient.reader.follower import follow as follow
+    from psclient.reader.lag import Lag as Lag
     from psclient.reader.module_sink import ModuleSink as ModuleSink
     from psclient.reader.patch_sink import Patch as Patch
     from psclient.reader.patch_sink import PatchReceiver as PatchReceiver
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from psclient.schedules import VersionClock as VersionClock
     from psclient.settings import ClientSettings as ClientSettings
     from psclient.settings import worker_index as worker_index
+    from pscore.reader.cut import Cut as Cut
 
 _NAMES = {
     "psclient.budget": ("Budget",),
@@ -66,9 +66,9 @@ _NAMES = {
     "psclient.optim.wagma": ("WAGMA",),
     "psclient.publisher.published": ("Published",),
     "psclient.publisher.publisher": ("Publisher",),
-    "psclient.reader.cut": ("Cut", "Lag"),
     "psclient.reader.directory_sink": ("DirectorySink",),
     "psclient.reader.follower": ("Follower", "follow"),
+    "psclient.reader.lag": ("Lag",),
     "psclient.reader.module_sink": ("ModuleSink",),
     "psclient.reader.patch_sink": ("Patch", "PatchReceiver", "PatchSink"),
     "psclient.report": ("StepReport", "Totals", "scalars"),
@@ -77,6 +77,7 @@ _NAMES = {
     "psclient.rpc.local_server": ("LocalServer",),
     "psclient.schedules": ("VersionClock",),
     "psclient.settings": ("ClientSettings", "worker_index"),
+    "pscore.reader.cut": ("Cut",),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = ("errors", "schedules")

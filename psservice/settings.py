@@ -27,6 +27,9 @@ _UNITS = {"listen": "HOST:PORT", "-seconds": "SECONDS", "-bytes": "BYTES", "--de
 _KINDS = {"str": "NAME", "int": "N", "float": "NUMBER", "Path": "FILE"}
 
 
+_NOT_OF_RELAYS = ("init", "run_id", "end_versions", "end_samples", "final_model")
+
+
 class SettingsError(ValueError):
     """A setting is unknown or out of range; the message names it."""
 
@@ -76,6 +79,19 @@ class ServerSettings(LayeredSettings):
     init_checkpoint: str = setting("", "checkpoint of that directory; empty for its last version")
 
     run_id: str = setting("", "name of the run; empty for a random one", max_length=LONGEST_NAME)
+    relay_of: str = setting(
+        "",
+        "relay the versions of this server for readers: HOST:PORT of any or of each shard; psservice relay --of",
+        max_length=1 << 16,
+    )
+    relay_type: Literal["run", "float16", "bfloat16"] = setting(
+        "run", "in which type a relay holds fp32 parameters: as the run has them, or in half of the bytes"
+    )
+    relay_ca: Path | None = setting(None, "CA (PEM) of the relayed server's certificate; turns on TLS to it")
+    relay_cert: Path | None = setting(None, "own certificate (PEM) for mutual TLS to the relayed server")
+    relay_key: Path | None = setting(None, "its key (PEM)")
+    relay_token_file: Path | None = setting(None, "file that holds a bearer token for the relayed server")
+
     down_mode: Literal["auto", "exact", "topk"] = setting("auto", "replies to pulls; auto: top-k beyond --exact-limit")
     down_selector: str = setting(DEFAULT_SELECTOR, "selector of the entries of a top-k reply: " + ", ".join(SELECTORS))
     down_value_type: str = setting("fp32", "type of the values in a top-k reply: " + ", ".join(VALUE_CODECS))
@@ -191,6 +207,10 @@ class ServerSettings(LayeredSettings):
             raise ValueError(f"--device {self.device!r}: use auto, cpu, cuda or cuda:N")
         if self.shards > 1:
             self._check_shards()
+        if (self.relay_cert is None) != (self.relay_key is None):
+            raise ValueError("--relay-cert and --relay-key are given together")
+        if self.relay_of and (other := next((name for name in _NOT_OF_RELAYS if getattr(self, name)), None)):
+            raise ValueError(f"{self.explicit(other)} is for a server that trains; a relay has what its source has")
         return self
 
     def _check_shards(self) -> None:
@@ -248,14 +268,14 @@ def at_port(address: str, port: int) -> str:
     return f"{address.rpartition(':')[0]}:{port}"
 
 
-def load(arguments: Sequence[str]) -> ServerSettings:
+def load(arguments: Sequence[str], command: str = "serve") -> ServerSettings:
     """Read the settings from command-line flags and everything below them.
 
     Raises :class:`SettingsError`, and ``SystemExit`` for ``--help`` or a flag that does not exist.
     """
     flags = CliSettingsSource[Any](
         ServerSettings,
-        cli_prog_name="psservice serve",
+        cli_prog_name=f"psservice {command}",
         cli_parse_args=list(arguments),
         cli_hide_none_type=True,
         add_argument_method=_add_argument,

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {
     "pscore": [
         ["__init__", "warmup"],
-        ["net"],
+        ["net", "reader"],
         ["wire"],
         ["model", "selection", "telemetry"],
         ["config", "jit", "pointers"],
@@ -39,7 +39,8 @@ ROOMS = {
         ["cli"],
         ["process", "ctl"],
         ["warmup"],
-        ["web", "rpc"],
+        ["relay", "web"],
+        ["rpc"],
         ["shard"],
         ["durability"],
         ["rounds", "wagma"],

@@ -17,13 +17,13 @@ from benchmarks.harness.timing import Case, Rounds, Stat, interleave, ratio
 from benchmarks.network import lab
 from benchmarks.workload.layouts import noise_push, resnet18
 from benchmarks.workload.raw_worker import RawWorker
-from psclient.reader.cut import Cut, ShardVersion
 from psclient.reader.module_sink import ModuleSink
 from psclient.reader.sink import StagedCut
 from psclient.rpc.local_server import LocalServer
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.net.proxies import NO_PROXY
+from pscore.reader.cut import Cut, ShardVersion
 from pscore.selection import DEFAULT_DENSE_BELOW
 from pscore.wire import frames
 from pscore.wire.codecs.names import READABLE_INDEX_CODECS

@@ -13,10 +13,10 @@ import torch
 
 from psclient import settings
 from psclient.errors import ConfigurationError
-from psclient.reader.cut import Cut
 from psclient.reader.directory_sink import DirectorySink
 from psclient.reader.follower import Follower
 from pscore.names import escaped, shown
+from pscore.reader.cut import Cut
 from pscore.units import human_bytes
 
 DTYPES = {"run": None, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -23,14 +23,14 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from psclient.errors import ConfigurationError
-from psclient.reader.cut import Cut
-from psclient.reader.shard_reader import digest_of_buffers
 from psclient.reader.sink import Sink, StagedCut, reader_dtype
 from pscore.model import modelfile
 from pscore.model.buffers import pack
 from pscore.model.digest import ModelDigest, total, words_of
 from pscore.model.layout import WORDS, ModelLayout, Span, TensorSpec
 from pscore.model.sparse_slice import SparseSlice, by_tensor
+from pscore.reader.cut import Cut
+from pscore.reader.transfer import digest_of_buffers
 
 INDEX = "model.safetensors.index.json"
 _LOCK = ".follow.lock"

@@ -29,11 +29,11 @@ from psclient.errors import (
     from_refusal,
 )
 from psclient.executor import SerialExecutor, is_cancelled
-from psclient.reader.cut import Cut, Lag
 from psclient.reader.holds import Holds
+from psclient.reader.lag import Lag
 from psclient.reader.module_sink import ModuleSink, Rename
 from psclient.reader.patch_sink import PatchReceiver, PatchSink
-from psclient.reader.shard_reader import FetchedShard, ShardReader
+from psclient.reader.shard_reader import ShardReader
 from psclient.reader.sink import MisfitError, Sink, StagedCut
 from psclient.rpc.channel import Connection, RetryPolicy, pause, suppress_errors
 from psclient.rpc.resolver import connect
@@ -44,6 +44,8 @@ from pscore.model.buffers import unpack
 from pscore.model.digest import ModelDigest
 from pscore.model.layout import ModelLayout
 from pscore.model.sparse_slice import SparseSlice
+from pscore.reader.cut import Cut
+from pscore.reader.transfer import FetchedShard
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.layouts import unpack_layout
 from pscore.wire.messages import type_to_message

@@ -7,12 +7,12 @@ import torch
 from psclient.errors import ConfigurationError, from_refusal
 from psclient.model.replica import Replica
 from psclient.model.wrappers import plain_modules
-from psclient.reader.cut import Cut
 from psclient.reader.sink import MisfitError, Sink, StagedCut
 from pscore.model.buffers import pack
 from pscore.model.layout import ModelLayout, TensorSpec
 from pscore.model.sparse_slice import SparseSlice, by_tensor
 from pscore.names import shown
+from pscore.reader.cut import Cut
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.messages import READER_DTYPES
 

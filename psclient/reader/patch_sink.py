@@ -8,12 +8,12 @@ from typing import Protocol
 import torch
 
 from psclient.errors import ConfigurationError
-from psclient.reader.cut import Cut
 from psclient.reader.directory_sink import DirectorySink
 from psclient.reader.sink import Sink, StagedCut, reader_dtype
 from pscore.model.layout import ModelLayout, TensorSpec
 from pscore.model.modelfile import in_own_dtype
 from pscore.model.sparse_slice import SparseSlice, by_tensor
+from pscore.reader.cut import Cut
 
 
 @dataclass(frozen=True, slots=True)

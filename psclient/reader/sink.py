@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from psclient.errors import ConfigurationError
-from psclient.reader.cut import Cut
 from pscore.model.layout import ModelLayout
 from pscore.model.sparse_slice import SparseSlice
+from pscore.reader.cut import Cut
 from pscore.wire.messages import READER_DTYPES
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from pscore.streams import open_missing_streams
 from psservice.cli.parser import command_parser
-from psservice.cli.serve import EXIT_DONE, EXIT_UNABLE, EXIT_USAGE, failed, serve
+from psservice.cli.serve import EXIT_DONE, EXIT_UNABLE, EXIT_USAGE, failed, relay, serve
 
 EXIT_INTERRUPTED, EXIT_NO_READER = 128 + signal.SIGINT, 128 + 13  # as shells have it; not every system has SIGPIPE
 EXIT_NOT_WRITTEN = 74  # EX_IOERR of sysexits.h
@@ -26,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == ["serve"]:
             return serve(words[1:])
+        if words[:1] == ["relay"]:
+            return relay(words[1:])
         parser = command_parser()
         options = parser.parse_args(words)
         if options.command == "replay":

@@ -106,6 +106,8 @@ def command_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"psservice {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("serve", help="run a server (see psservice serve --help)")
+    relay = "serve another server's versions to readers: psservice relay --of HOST:PORT, with the flags of serve"
+    commands.add_parser("relay", help=relay)
     form = argparse.RawDescriptionHelpFormatter
     for name, (what, seconds) in _COMMANDS.items():
         description = f"{what[0].upper()}{what[1:]}."

@@ -17,7 +17,15 @@ EXIT_DONE, EXIT_UNABLE, EXIT_USAGE = 0, 1, 2
 EXIT_FAILED = 70  # EX_SOFTWARE of sysexits.h
 
 
-def serve(arguments: Sequence[str]) -> int:
+def relay(arguments: Sequence[str]) -> int:
+    """Relay another server until told to stop, with the flags of ``serve`` and ``--of``; return the exit status."""
+    words = [
+        f"--relay-of{word.removeprefix('--of')}" if word.partition("=")[0] == "--of" else word for word in arguments
+    ]
+    return serve(words, command="relay")
+
+
+def serve(arguments: Sequence[str], command: str = "serve") -> int:
     """Serve until told to stop, with these flags; return the exit status."""
     # Until a SignalThread hears them: the first process of a container ignores a signal without a handler, and would be
     # killed at the end of its grace period.
@@ -31,14 +39,18 @@ def serve(arguments: Sequence[str]) -> int:
     from psservice.observability import log_lines  # late: see above
 
     try:
-        loaded = settings.load(arguments)
+        loaded = settings.load(arguments, command)
     except settings.SettingsError as error:
-        return failed("serve", error, EXIT_USAGE)
+        return failed(command, error, EXIT_USAGE)
+    if command == "relay" and not loaded.relay_of:
+        return failed(command, "name the server that is relayed: psservice relay --of HOST:PORT", EXIT_USAGE)
     log_lines.configure(loaded.log_level, loaded.log_format)
 
     import psservice.process.server  # noqa: F401 - now, for the shards that are forked to share
     from psservice.process.shard_processes import ShardProcesses
+    from psservice.relay.shard_count import with_shards
 
+    loaded = with_shards(loaded)
     # The interpreter's last collection would go through all of torch: half a second of each restart. Modules that are
     # imported later must be collected: torch's optimizers import Triton, whose bindings print what is left at exit.
     gc.freeze()

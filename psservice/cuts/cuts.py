@@ -11,10 +11,11 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
 
 from pscore.model.modelfile import StateDict
+from pscore.reader.cut import ShardVersion
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.cuts.readers import Readers
 from psservice.cuts.shadow import ReaderType, Shadow
@@ -34,14 +35,6 @@ _MOST_VERSIONS = 1024  # of readers, of whom some have gone without a word
 _ALL_SHARDS_SECONDS = 10.0  # for the other shards to take part in a cut
 _AGAIN_SECONDS = 5.0  # after which a cut over several shards is tried although shard 0 has not moved
 _SHARE, _LONGEST_PAUSE_SECONDS = 0.5, 10.0  # of the time that making cuts may take, up to a pause
-
-
-class ShardVersion(NamedTuple):
-    """A shard's part of a cut for readers of one data type."""
-
-    generation: int
-    version: int
-    digest: bytes
 
 
 class Wanted(NamedTuple):
@@ -138,6 +131,7 @@ class Cuts:
         trouble: why no cut could be made the last time, in words; empty if one could. On shard 0.
         wanted: the cut that every shard is to take part in; on shard 0.
         readers: that have asked; on shard 0.
+        may_begin: tells whether a cut may begin; on shard 0. On a relay the shards must have the source's cut.
     """
 
     def __init__(self, shard: CutShard, interval_seconds: float, num_shards: int) -> None:
@@ -157,6 +151,7 @@ class Cuts:
         self.newest: Cut | None = None
         self.wanted, self.trouble = _NO_READERS, ""
         self.readers = Readers(self._clock)
+        self.may_begin: Callable[[], bool] = lambda: True
 
     @property
     def nbytes(self) -> int:
@@ -279,6 +274,11 @@ class Cuts:
             while len(at) > _MOST_VERSIONS:
                 del at[min(at)]
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether readers have asked lately."""
+        return self._clock() < self._asked_at + _IDLE_SECONDS
+
     def own(self) -> tuple[int, Part | None]:
         """Return the number of the newest cut that this shard has taken part in, and its part."""
         with self._lock:
@@ -315,6 +315,8 @@ class Cuts:
         self._end_if_whole()
 
     def _is_wanted(self, model: ModelShard, now: float) -> bool:
+        if not self.may_begin():
+            return False
         newest, is_alone = self.newest, self._num_shards == 1 or not self.wanted.number
         if newest is None or newest.number != self.wanted.number:  # one is under way
             return now >= self._begun_at + (0.0 if is_alone else _ALL_SHARDS_SECONDS)

@@ -17,6 +17,7 @@ from psservice.apply_thread import ApplyThread
 from psservice.data_leases.codec import from_plain, to_plain
 from psservice.durability.checkpoints import Place, place_of
 from psservice.feed.feed_shard import FeedShard
+from psservice.feed.relayed_shard import RelayedShard
 from psservice.model.buffers import BufferAverage
 from psservice.model.copies import TensorCopy
 from psservice.model.parameters import ModelShard
@@ -178,6 +179,8 @@ def shard_kind(mode: TrainingMode) -> type[ModelShard]:
     """Return the kind of model that a training mode needs."""
     if mode.is_feed:
         return FeedShard
+    if mode.is_relayed:
+        return RelayedShard
     if mode.groups is not None:
         return GroupedShard
     return ModelShard if mode.rounds is None else RoundShard

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 import torch
@@ -10,11 +11,11 @@ from google.protobuf.message import DecodeError
 
 from pscore.wire.errors import Rejected
 from psservice.durability.capture import model_from, restore
-from psservice.model.changelog import ChangeLog
+from psservice.model.changelog import Change
 from psservice.model.parameters import ModelShard, on_device
-from psservice.rules.changed import ChangedIndices, changed_by
+from psservice.rules.changed import changed_by
 from psservice.settings import ShardSettings
-from psservice.state.records import KINDS, PUBLISHED, PUSHED, ROUND_CLOSED, read_record, read_update
+from psservice.state.records import KINDS, PUBLISHED, PUSHED, RELAYED, ROUND_CLOSED, read_record, read_update
 from psservice.state.run import Run
 from psservice.state.state import ShardState
 from psservice.state.v1 import journal_pb2 as rec
@@ -84,8 +85,8 @@ class Past:
     def versions_dropped(self) -> int:
         """Count the versions behind the damage, as far as their records can be read."""
         mode = self.model.mode
-        made_by = PUBLISHED if mode.is_feed else PUSHED if mode.rounds is None else ROUND_CLOSED
-        return sum(record.kind == made_by for record in self._source.dropped())
+        made_by = {PUBLISHED} if mode.is_feed else {PUSHED, RELAYED} if mode.rounds is None else {ROUND_CLOSED}
+        return sum(record.kind in made_by for record in self._source.dropped())
 
     def apply_settings(self) -> bool:
         """Use the settings from now on; return whether they are new, so that a snapshot has to follow."""
@@ -103,53 +104,64 @@ class Past:
 
         Segments are read newest first and only while there is room, so this takes no more memory than the log itself.
         """
-        if not self.model.versions_are_pushes:
+        if not self.model.versions_are_records:
             return
         changelog, version = self.model.changelog, self.snapshot.manifest.version
         for records in self._source.earlier_segments():
             if changelog.covered_from != version or not changelog.room:
                 return
             try:
-                newest = self._newest_changes(records, version, changelog.room)
+                newest, are_all = self._newest_changes(records, version, changelog.room)
             except (StorageError, Rejected, ValueError, DecodeError):
                 return
-            changes = newest.all()
-            changelog.reach_back(changes)
-            if newest.covered_from:  # there was more than room
+            changelog.reach_back(newest)
+            if not are_all:
                 return
-            version -= len(changes)
+            version = newest[0].before if newest else version
 
-    def _newest_changes(self, records: Iterator[JournalRecord], version: int, room: int) -> ChangeLog:
-        """Return the changes of the last pushes of a segment, ending in ``version``, within ``room`` entries.
+    def _newest_changes(
+        self, records: Iterator[JournalRecord], version: int, room: int
+    ) -> tuple[Sequence[Change], bool]:
+        """Return the changes of the last versions of a segment, ending in ``version``, within ``room`` entries.
+
+        And whether they are all of it.
 
         Raises ``ValueError`` if the versions do not follow one another.
         """
-        newest = ChangeLog(self.model.span.length, room)
-        last: tuple[int, ChangedIndices] | None = None
-        for made, changed in chain(self._changes(records), [(version + 1, None)]):
-            if last is not None and last[0] == made - 1:
-                newest.append(*last)
-            elif last is not None and last[0] != made:  # else the push before was refused
-                raise ValueError(f"version {made} follows version {last[0]}")
-            last = made, changed
-        return newest
+        newest, entries, are_all = deque[Change](), 0, True
+        last: Change | None = None
+        for change in chain(self._changes(records), [Change(version, version + 1, None)]):
+            if last is not None and last.version == change.before:
+                newest.append(last)
+                entries += 0 if last.changed is None else last.changed.numel()
+                while entries > room:
+                    dropped, are_all = newest.popleft().changed, False
+                    entries -= 0 if dropped is None else dropped.numel()
+            elif last is not None and last.version != change.version:  # else the push before was refused
+                raise ValueError(f"version {change.version} follows version {last.version}")
+            last = change
+        return newest, are_all
 
-    def _changes(self, journaled: Iterator[JournalRecord]) -> Iterator[tuple[int, ChangedIndices]]:
-        """Yield the version that each push was to make, and the indices that the push changed."""
+    def _changes(self, journaled: Iterator[JournalRecord]) -> Iterator[Change]:
+        """Yield the versions that records were to make, and the indices that each has changed."""
         for each in journaled:
-            if each.kind == PUSHED:
-                record, messages = read_record(each.kind, each.body)
-                assert isinstance(record, rec.Pushed)
-                if record.generation != self.snapshot.manifest.generation:
-                    raise ValueError(f"the push is of generation {record.generation}")
-                yield record.version, changed_by(read_update(messages, self.model.span, self.model.theta.dtype))
+            if each.kind not in (PUSHED, RELAYED):
+                continue
+            record, messages = read_record(each.kind, each.body)
+            assert isinstance(record, rec.Pushed | rec.Relayed)
+            if record.generation != self.snapshot.manifest.generation:
+                raise ValueError(f"version {record.version} is of generation {record.generation}")
+            before = record.version - 1 if isinstance(record, rec.Pushed) else record.before
+            if record.version > before:  # else buffers alone have changed
+                changed = changed_by(read_update(messages, self.model.span, self.model.theta.dtype))
+                yield Change(before, record.version, changed)
 
     def _apply(self, journaled: JournalRecord) -> None:
         if journaled.kind not in KINDS:
             path = self.snapshot.path.parents[1] / "journal"
             raise OtherReleaseError(path, f"records of kind {journaled.kind}, unknown to this release", is_newer=True)
         record, messages = read_record(journaled.kind, journaled.body)
-        if not isinstance(record, rec.Pushed):
+        if not isinstance(record, rec.Pushed | rec.Relayed):
             self.state.apply(record)
             return
         update = on_device(read_update(messages, self.model.span, self.model.theta.dtype), self._device)

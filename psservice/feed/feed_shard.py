@@ -74,8 +74,7 @@ class FeedShard(ModelShard):
         """Make the staged publication the feed's version, and return that; raises ``ValueError`` if there is none."""
         if not self.staged.version:
             raise ValueError("nothing is staged")
-        self.version = self.staged.version - 1  # shards that lack versions catch up
-        version = self.apply(self.staged.words)
+        version = self.apply(self.staged.words, version=self.staged.version)  # shards that lack versions catch up
         self.staged.published = version, self.staged.name
         self.staged.clear()
         return version

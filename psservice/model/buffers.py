@@ -47,6 +47,14 @@ class BufferAverage:
                 else:
                     self._values[spec.name] = torch.maximum(mine, value)
 
+    def replace(self, data: bytes) -> None:
+        """Take other values of all buffers, packed in their own dtypes, in place of the average."""
+        values = unpack(data, self._specs)
+        with self._lock:
+            self.contributions += 1
+            for spec, value in zip(self._specs, values, strict=True):
+                self._values[spec.name] = value.to(self._values[spec.name].dtype)
+
     def export(self) -> tuple[float, StateDict]:
         """Return the weight, and copies of the values by name as they are kept: more exact than in their own dtypes."""
         with self._lock:

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,14 @@ _MOST_VERSIONS = 100_000  # a bound on what empty pushes may cost; real ones rea
 ALMOST_ALL = 0.8
 """Share of n from which on a change counts as one of everything: values alone are fewer bytes than with offsets."""
 _SCAN_FROM = 1 / 256  # share of n from which marking and scanning a bitmap of n bits beats sorting (measured)
+
+
+class Change(NamedTuple):
+    """What a version has changed of the version before."""
+
+    before: int
+    version: int
+    changed: ChangedIndices
 
 
 class ChangeLog:
@@ -61,17 +70,17 @@ class ChangeLog:
         with self._lock:
             return list(self._changes)
 
-    def reach_back(self, changes: list[tuple[int, ChangedIndices]]) -> None:
+    def reach_back(self, changes: Sequence[Change]) -> None:
         """Prepend the changes of older versions, in order, up to where this log begins; within the limit."""
         with self._lock:
-            for version, changed in reversed(changes):
+            for before, version, changed in reversed(changes):
                 size = 0 if changed is None else changed.numel()
                 room = self._entries + size <= self._entry_limit and len(self._changes) < _MOST_VERSIONS
                 if version != self.covered_from or not room:
                     return
                 self._changes.appendleft((version, changed))
                 self._entries += size
-                self.began = self.covered_from = version - 1
+                self.began = self.covered_from = before
 
     def since(self, version: int) -> list[ChangedIndices] | None:
         """Return the changes of every version after ``version``; ``None`` if some of them are dropped."""

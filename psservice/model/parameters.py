@@ -111,8 +111,11 @@ class ModelShard:
         """Return the version that the next push leads to, if it is computed at a base version."""
         return self.version + 1
 
-    def apply(self, push: SparseSlice | None, context: PushContext = PLAIN) -> int:
-        """Apply one update over the shard's span (``None``: it has no entries) and return the new version."""
+    def apply(self, push: SparseSlice | None, context: PushContext = PLAIN, version: int | None = None) -> int:
+        """Apply one update over the shard's span (``None``: it has no entries) and return the new version.
+
+        That is the next one, or ``version``, which is higher.
+        """
         before = self._overwritten(push) if self._undo_log is not None else None
         self.replies.clear()  # or what nobody reads any more would have its values kept
         self.changes += 1
@@ -121,7 +124,7 @@ class ModelShard:
             self.densified = self.rule.densifies and push is not None and push.entries <= _SPARSE * self.span.length
             if self._undo_log is not None and before is not None:
                 self._undo_log.append(before)
-            return self._advance(changed)
+            return self._advance(changed, version)
         finally:
             self.changes += 1
 
@@ -190,9 +193,9 @@ class ModelShard:
         """End the run."""
 
     @property
-    def versions_are_pushes(self) -> bool:
-        """Whether each version is one push and changed what that push names."""
-        return self.mode.is_asynchronous and not self.rule.densifies
+    def versions_are_records(self) -> bool:
+        """Whether each version is one push, or relayed version, and changed what that names."""
+        return (self.mode.is_asynchronous or self.mode.is_relayed) and not self.rule.densifies
 
     def export(self) -> RuleState:
         """Return all that later versions depend on beside the parameters: the tensors themselves, to be copied."""
@@ -228,10 +231,11 @@ class ModelShard:
         """Cut values at changes of dtype and cast each piece to its parameters' dtype (``NON_FINITE``)."""
         return rounded_slices(self.layout, whole)
 
-    def _advance(self, changed: ChangedIndices) -> int:
+    def _advance(self, changed: ChangedIndices, version: int | None = None) -> int:
         # The log first: a reader beside the apply thread must not see a version without its changes.
-        self.changelog.append(self.version + 1, changed)
-        self.version += 1
+        version = self.version + 1 if version is None else version
+        self.changelog.append(version, changed)
+        self.version = version
         self.replies.clear()
         return self.version
 

@@ -27,6 +27,7 @@ _RULES: dict[str, Callable[[Mapping[str, str]], RuleMaker]] = {
     "assign": lambda settings: Assign,
     "average": lambda settings: Subtract,  # from each worker's own model; see psservice.wagma.replicas
     "delayed_nesterov": lambda settings: partial(DelayedNesterov, Options.parse(settings)),
+    "relay": lambda settings: Assign,  # of a relay, which has no workers
     "rmsprop": lambda settings: partial(RMSprop, settings_of(settings)),
     "torch": lambda settings: partial(TorchOptimizer, TorchSettings.parse(settings)),
 }
@@ -91,13 +92,16 @@ class GroupSettings:
 class TrainingMode:
     """How the updates of a run are applied; without rounds and groups, one by one to one model.
 
-    ``is_feed``: nothing is trained, and updates are words that are published.
+    Attributes:
+        is_feed: whether nothing is trained, and updates are words that are published.
+        is_relayed: whether nothing is trained or published here, and versions are those of another server.
     """
 
     rule: RuleMaker = Subtract
     rounds: RoundSettings | None = None
     groups: GroupSettings | None = None
     is_feed: bool = False
+    is_relayed: bool = False
 
     @classmethod
     def of(cls, method_settings: Mapping[str, str]) -> "TrainingMode":
@@ -113,9 +117,9 @@ class TrainingMode:
         is_feed = name == "assign"
         if is_feed and rounds is not None:
             raise Rejected(ErrorCode.BAD_REQUEST, "a feed has no rounds")
-        return cls(_RULES[name](method_settings), rounds, groups, is_feed)
+        return cls(_RULES[name](method_settings), rounds, groups, is_feed, name == "relay")
 
     @property
     def is_asynchronous(self) -> bool:
         """Whether pushes are applied to one model as they come, so that staleness has its usual meaning."""
-        return self.rounds is None and self.groups is None and not self.is_feed
+        return self.rounds is None and self.groups is None and not (self.is_feed or self.is_relayed)

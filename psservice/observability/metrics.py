@@ -206,6 +206,9 @@ class Metrics:
             "psservice_max_staleness", "Staleness above which pushes are refused; 0 for no limit"
         )
 
+        self.source_lost_seconds = gauge(
+            "psservice_source_lost_seconds", "Seconds since a relay's source answered, on its shard 0; 0 while it does"
+        )
         self.readers = gauge("psservice_readers", "Readers that follow the model, on shard 0")
         self.cut_version = gauge(
             "psservice_cut_version", "Version of shard 0 in the newest cut for readers; 0 if there is none"

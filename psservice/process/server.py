@@ -22,6 +22,7 @@ from psservice.process.maintenance import MaintenanceThread
 from psservice.process.ready import tell_ready
 from psservice.process.shared_health import SharedHealth
 from psservice.process.signals import SignalThread
+from psservice.relay.relay import Relay
 from psservice.rpc.auth import Authenticator
 from psservice.rpc.calls import SERVICE, handlers_of
 from psservice.rpc.certificates import ServerCertificates
@@ -83,6 +84,7 @@ class Server:
         self._port: grpc.aio.Server | None = None
         self._shards_port: grpc.aio.Server | None = None  # of other shards of this command
         self._follower: Follower | None = None
+        self._relay: Relay | None = None
         self._certificates: ServerCertificates | None = None
         self._web: WebServer | None = None
         self._told: queue.SimpleQueue[_Word] = queue.SimpleQueue()
@@ -141,7 +143,11 @@ class Server:
         self.address = self._listen(settings.listen, "--listen", open_workers_port)
         if settings.coordinator_is_here and self.shard.is_coordinator:
             self._shards_port, _ = self._loop.run(open_port(settings.coordinator, handlers, None))
-        elif settings.shard_index:
+        if settings.relay_of:
+            self._relay = relay = Relay(self.shard)
+            self._metrics.source_lost_seconds.set_function(lambda: relay.lost_seconds)
+            relay.start()
+        if settings.shard_index:
             self._follower = Follower(self.shard, authenticator)
         self._maintenance = MaintenanceThread(lambda: self.shard.model.layout.size if self.shard.model else 0)
 
@@ -174,6 +180,8 @@ class Server:
     def stop(self) -> None:
         """NOT_SERVING, refuse new pushes, finish what is committed, stop."""
         log.info("draining")
+        if self._relay is not None:
+            self._relay.close()
         if self._follower is not None:
             self._follower.close()
         self._serving = False

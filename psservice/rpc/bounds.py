@@ -179,12 +179,17 @@ def _require_read(request: pb.ReadCutRequest) -> None:
         require(part)
 
 
+def _require_news_question(request: pb.FollowRunRequest) -> None:
+    for part in (request.version, request.relayed):
+        require(part)
+
+
 _LISTS: Mapping[str, Callable[[Any], None]] = {
     "JoinRequest": _require_join,
     "RenewLeaseRequest": _require_renewal,
     "AwaitCutRequest": _require_cut_question,
     "ReadCutRequest": _require_read,
-    "FollowRunRequest": lambda request: require(request.version),
+    "FollowRunRequest": _require_news_question,
     "UploadHeader": lambda header: _require_digest(header.digest) if header.digest else None,
 }
 

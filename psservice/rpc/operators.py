@@ -37,10 +37,18 @@ class OperatorCalls:
     def finish_run(self, call: Call, request: pb.FinishRunRequest) -> pb.FinishRunResponse:
         """End the run."""
         shard = self._shard
+        self._require_no_relay("ended")
         shard.run.require_id(request.run_id, may_be_empty=True)
         call.audit = None if shard.run.is_finished else {"run": shard.run.run_id}
         path = finish(shard)
         return pb.FinishRunResponse(version=shard.require_model(None).version, final_model=path)
+
+    def _require_no_relay(self, what: str) -> None:
+        """Refuse what a relay cannot do: its versions are those of its source."""
+        source = self._shard.settings.relay_of
+        if source:
+            why = f"this server relays {source}, and goes where that goes: a run is {what} there"
+            raise Rejected(ErrorCode.BAD_REQUEST, why)
 
     def take_snapshot(self, call: Call, request: pb.TakeSnapshotRequest) -> pb.TakeSnapshotResponse:
         """Take a snapshot."""
@@ -76,6 +84,7 @@ class OperatorCalls:
     def restore_model(self, call: Call, request: pb.RestoreModelRequest) -> pb.RestoreModelResponse:
         """Take the shard back to a version or a checkpoint, or do one step of that."""
         shard = self._shard
+        self._require_no_relay("taken back")
         if request.step in (pb.RESTORE_STEP_COMMIT, pb.RESTORE_STEP_ABANDON):
             step = rollback.commit if request.step == pb.RESTORE_STEP_COMMIT else rollback.abandon
             done = step(shard, request.ticket)

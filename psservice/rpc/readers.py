@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from pscore.model.layout import Span
+from pscore.reader.cut import ShardVersion
 from pscore.wire import frames
 from pscore.wire.codecs.names import PLAIN_INDEX_CODECS
 from pscore.wire.errors import ErrorCode, Rejected
@@ -11,7 +12,7 @@ from pscore.wire.frames import WireForm
 from pscore.wire.messages import place_of, type_from_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.awaiting import NotYetError
-from psservice.cuts.cuts import Cut, ShardVersion
+from psservice.cuts.cuts import Cut
 from psservice.cuts.shadow import ReaderType
 from psservice.cuts.shard_cut import Held, ReaderForm
 from psservice.rpc.calls import Call

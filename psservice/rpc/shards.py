@@ -63,6 +63,8 @@ class ShardCalls:
                 raise Rejected(ErrorCode.BAD_REQUEST, "a part of a cut is of a shard, and has a digest of 16 bytes")
             told = Part(version.generation, version.version, (version.digest, *request.more_digests))
             shard.cuts.hear(request.shard_index, request.cut, told)
+        if request.HasField("relayed") and shard.go_to is not None:
+            shard.relay_parts[request.shard_index] = request.relayed.generation, request.relayed.version
         number, news = shard.news, news_of(shard)  # in this order: what changes from here on changes the number
         fingerprint = _fingerprint(news)
         if request.known == fingerprint and call.wait_seconds and not call.is_late:
@@ -77,6 +79,9 @@ def question_of(shard: Shard, known: int) -> pb.FollowRunRequest:
     if part is not None:
         first, *more = part.digests
         version = pb.ShardVersion(generation=part.generation, version=part.version, digest=first)
+    model, relayed = shard.model, None
+    if shard.go_to is not None and model is not None:
+        relayed = pb.ShardVersion(generation=model.generation, version=model.version)
     return pb.FollowRunRequest(
         shard_index=shard.settings.shard_index,
         num_shards=shard.settings.num_shards,
@@ -85,6 +90,7 @@ def question_of(shard: Shard, known: int) -> pb.FollowRunRequest:
         cut=cut,
         version=version,
         more_digests=more,
+        relayed=relayed,
     )
 
 

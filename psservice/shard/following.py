@@ -3,6 +3,7 @@
 import logging
 from contextlib import suppress
 
+from pscore.reader.cut import Cut
 from pscore.wire.errors import Rejected
 from pscore.wire.messages import type_from_message, type_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -21,6 +22,10 @@ RUN_STATES = {state: pb.RunState.Value(f"RUN_STATE_{state.name}") for state in R
 
 def news_of(shard: Shard) -> pb.RunNews:
     """Return the present news for the other shards; on shard 0, from any thread."""
+    relayed = None
+    if shard.relayed is not None:
+        relayed = shard.relayed.to_message()
+        relayed.age_seconds = 0.0  # or these news would differ from those before
     run, last, cut, model = shard.run, shard.last_push, shard.cuts.wanted, shard.model
     published, name = shard.published if shard.state.mode.is_feed else (0, "")
     return pb.RunNews(
@@ -34,6 +39,7 @@ def news_of(shard: Shard) -> pb.RunNews:
         reader_types=[type_to_message(dtype) for dtype in cut.types],
         published=published,
         publication=name,
+        relayed=relayed,
         workers_without_samples=[
             member.identity.worker_id for member in shard.leases.members() if member.has_no_samples
         ],
@@ -45,11 +51,16 @@ def follow(shard: Shard, news: pb.RunNews) -> None:
 
     Raises :class:`~pscore.wire.errors.Rejected` if that cannot be done now: the next news bring it again.
     """
-    if not shard.run.run_id:
+    if shard.go_to is not None:
+        if news.HasField("relayed"):
+            shard.go_to(Cut.from_message(news.relayed))
+    elif not shard.run.run_id:
         named = rec.RunNamed(run_id=news.run_id)
         shard.apply_thread.run(lambda: shard.commit(named))  # not while the model is replaced, with the run's id
         log.info("shard 0 has named the run", extra={"run": news.run_id})
     if news.run_id != shard.run.run_id:
+        if shard.go_to is not None:  # shard 0 has not named the source's cut yet
+            return
         log.error(
             "shard 0 is of another run: it has lost its data, or --coordinator names another server",
             extra={"run": shard.run.run_id, "of_shard_0": news.run_id},

@@ -31,8 +31,13 @@ def join(shard: Shard, identity: Identity, layout: ModelLayout, request: pb.Join
         shard.drain_gate.require_open()
         starts = fitted is not None
         alone = not starts and shard.is_alone(identity)
+        if shard.settings.relay_of:
+            why = f"this server relays {shard.settings.relay_of}, and has no workers: join there"
+            raise Rejected(ErrorCode.BAD_REQUEST, why)
         is_new = alone or starts or not shard.run.method
         mode = TrainingMode.of(method_settings) if is_new else shard.state.mode  # refuses what cannot be read
+        if is_new and mode.is_relayed:
+            raise Rejected(ErrorCode.BAD_REQUEST, "the update rule of a relay is no worker's")
         if is_new and mode.is_feed != bool(layout.word_bytes):
             raise Rejected(ErrorCode.BAD_REQUEST, "a model in words is assigned, and no other: name the update assign")
         if shard.state.layout is not None and not alone and shard.state.layout.fingerprint != layout.fingerprint:

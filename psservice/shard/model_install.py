@@ -51,7 +51,7 @@ def require_unclaimed(shard: Shard) -> None:
         raise NotYetError(ErrorCode.BUSY, "another model is being installed", lambda: not shard.installing)
 
 
-def _install(shard: Shard, make: Callable[[], ShardState], published: Callable[[], None] = lambda: None) -> None:
+def install(shard: Shard, make: Callable[[], ShardState], published: Callable[[], None] = lambda: None) -> None:
     """Write the state of a claimed place, publish it, and free the claim (``NOT_DURABLE``: all goes on as before).
 
     ``make`` runs on the apply thread behind everything that was queued, ``published`` under the join lock at the end.
@@ -221,7 +221,7 @@ def finish_upload(shard: Shard, upload: Upload, version: int, *, run_id: str = "
             shard.uploads.origin = Origin(upload.generation, version, digest) if digest else None
             shard.uploads.end_grant()
 
-        _install(shard, make, published)
+        install(shard, make, published)
     except BaseException:
         upload.is_whole = False
         raise
@@ -313,7 +313,7 @@ def install_initial(shard: Shard, fitted: FittedModel) -> None:
         )
 
     try:
-        _install(shard, make, shard.uploads.end_grant)
+        install(shard, make, shard.uploads.end_grant)
     except BaseException:
         shard.uploads.initial = initial
         raise

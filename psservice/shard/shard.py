@@ -15,6 +15,7 @@ import torch
 from pscore.model.layout import Span
 from pscore.model.modelfile import StateDict
 from pscore.model.sparse_slice import SparseSlice
+from pscore.reader.cut import Cut
 from pscore.selection import SELECTORS
 from pscore.wire.codecs.names import VALUE_CODECS
 from pscore.wire.errors import ErrorCode, Rejected
@@ -99,6 +100,9 @@ class Shard:
         last_push: that ended the run on shard 0: its worker and step.
         ends_with: the run's end, as another shard heard of it from shard 0.
         undone_end: shard 0's generation in the end before which this shard has gone back; 0 if there is none.
+        relayed: the cut of the source to which a relay's shards go; on shard 0.
+        relay_parts: generation and version that each other shard of a relay has told; on shard 0.
+        go_to: brings a relay's shard to a cut of the source; ``None`` on other servers.
         lease_ends: the thread that ends leases by the clock, once the shard is open.
         installing: whether another model is on its way in: joining workers wait for it. Set under ``join_lock``.
         join_lock: held while a worker joins, while ends of leases are journaled, and while the model is replaced.
@@ -153,6 +157,9 @@ class Shard:
         self.ends_with: End | None = None
         self.undone_end = 0
         self.durability = Durability(self, on_health, self.tell_shards)
+        self.relayed: Cut | None = None
+        self.relay_parts: dict[int, tuple[int, int]] = {}
+        self.go_to: Callable[[Cut], None] | None = None
         self.cuts = Cuts(self, settings.cut_seconds, settings.num_shards)
 
     def new_state(self) -> ShardState:

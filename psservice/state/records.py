@@ -13,6 +13,8 @@ from google.protobuf.message import DecodeError, Message
 
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
+from pscore.wire.dense import bytes_of
+from pscore.wire.frames import Checksum, WireForm, chunks_without_values
 from pscore.wire.messages import share_as
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.data_leases.dataset import Share
@@ -37,9 +39,10 @@ Record = (
     | rec.Known
     | rec.SamplesLeased
     | rec.Published
+    | rec.Relayed
 )
 
-PUSHED, ROUND_CLOSED, PUBLISHED = 1, 6, 13
+PUSHED, ROUND_CLOSED, PUBLISHED, RELAYED = 1, 6, 13, 14
 
 KINDS: Mapping[int, type[Record]] = {
     PUSHED: rec.Pushed,
@@ -55,6 +58,7 @@ KINDS: Mapping[int, type[Record]] = {
     11: rec.Forgot,
     12: rec.RunNamed,
     PUBLISHED: rec.Published,
+    RELAYED: rec.Relayed,
 }
 """The message of each kind of record; docs/operate/durability.md explains each kind."""
 
@@ -82,6 +86,20 @@ def read_record(kind: int, body: bytes) -> tuple[Record, list[bytes]]:
         return KINDS[kind].FromString(last), before
     except DecodeError as error:
         raise ValueError(f"a record of kind {kind} cannot be read") from error
+
+
+def messages_of(update: SparseSlice | None, span: Span, chunk_bytes: int) -> list[bytes]:
+    """Write entries over a shard's span as the messages of a push, which :func:`read_update` reads."""
+    header = pb.PushHeader(plan=[pb.Group(start=span.start, length=span.length)])
+    messages, checksum = [pb.PushSparseRequest(header=header)], Checksum()
+    if update is not None:
+        data, nbytes = bytes_of(update.values), update.values.itemsize
+        for chunk, first in chunks_without_values(update, WireForm(), chunk_bytes):
+            chunk.values = bytes(data[nbytes * first : nbytes * (first + chunk.count)])
+            checksum.add(chunk)
+            messages.append(pb.PushSparseRequest(chunks=[chunk]))
+    messages.append(pb.PushSparseRequest(commit=checksum.commit()))
+    return [message.SerializeToString() for message in messages]
 
 
 def read_update(messages: Sequence[bytes], span: Span, dtype: torch.dtype) -> SparseSlice | None:

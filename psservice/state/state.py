@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any
 
+from pscore.model.buffers import unpack
 from pscore.model.layout import ModelLayout
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.messages import share_from_messages
 from psservice.data_leases.dataset import Datasets, Plan, SampleRequest
 from psservice.feed.feed_shard import FeedShard
+from psservice.feed.relayed_shard import Place, RelayedShard
 from psservice.model.buffers import BufferAverage
 from psservice.model.parameters import GroupDecision, ModelShard
 from psservice.model.training_mode import TrainingMode
@@ -72,12 +74,15 @@ class ShardState:
     def apply(self, record: Record, update: SparseSlice | None = None) -> PushAnswer | None:
         """Change the state as a record says; return the answer of a push.
 
-        ``update`` has the entries of a push, on the model's device. Raises
+        ``update`` has the entries of a push or a relayed version, on the model's device. Raises
         :class:`~pscore.wire.errors.Rejected` if the model refuses a push: nothing is changed then, now and in each
         replay. Raises ``ValueError`` if the record does not belong behind this state.
         """
         if isinstance(record, rec.Pushed):
             return self._push(record, update)
+        if isinstance(record, rec.Relayed):
+            self._relay(record, update)
+            return None
         _APPLY[type(record)](self, record)
         return None
 
@@ -104,6 +109,25 @@ class ShardState:
         self.workers.push(identity)
         self.run.samples = added(self.run.samples, record.samples)
         return answer
+
+    def _relay(self, record: rec.Relayed, update: SparseSlice | None) -> None:
+        model = self._model()
+        if not isinstance(model, RelayedShard):
+            raise ValueError("the shard relays nothing")
+        is_next = (record.generation, record.before) == (model.generation, model.version)
+        if not is_next or record.version < record.before:
+            raise ValueError(
+                f"it is version {record.version} of generation {record.generation}, and follows version "
+                f"{model.version} of {model.generation}"
+            )
+        if record.version > model.version:
+            model.apply(update, version=record.version)
+        model.relay([Place(each.generation, each.version) for each in record.parts])
+        if record.buffers and self.buffers is not None:
+            self.buffers.replace(record.buffers)
+        elif record.buffers:
+            specs = model.layout.buffers
+            self.buffers = BufferAverage(specs, unpack(record.buffers, specs))
 
     def _average(self, record: rec.Averaged) -> None:
         if self.buffers is None:

@@ -1194,6 +1194,7 @@ class RunNews(_message.Message):
     READER_TYPES_FIELD_NUMBER: _builtins.int
     PUBLISHED_FIELD_NUMBER: _builtins.int
     PUBLICATION_FIELD_NUMBER: _builtins.int
+    RELAYED_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run's id."""
     run_state: Global___RunState.ValueType
@@ -1224,6 +1225,10 @@ class RunNews(_message.Message):
     def reader_types(self) -> _containers.RepeatedScalarFieldContainer[Global___DataType.ValueType]:
         """The data types in which readers hold the parameters, as in AwaitCutRequest: a digest of each is wanted."""
 
+    @_builtins.property
+    def relayed(self) -> Global___Cut:
+        """Of a relay: the cut of the source to which every shard goes, without its age; unset for other servers."""
+
     def __init__(
         self,
         *,
@@ -1238,10 +1243,11 @@ class RunNews(_message.Message):
         reader_types: _abc.Iterable[Global___DataType.ValueType] | None = ...,
         published: _builtins.int = ...,
         publication: _builtins.str = ...,
+        relayed: Global___Cut | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["last_worker", b"last_worker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_worker", b"last_worker", "relayed", b"relayed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "cut", b"cut", "generation", b"generation", "last_step", b"last_step", "last_worker", b"last_worker", "publication", b"publication", "published", b"published", "reader_types", b"reader_types", "run_id", b"run_id", "run_state", b"run_state", "workers_without_samples", b"workers_without_samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "cut", b"cut", "generation", b"generation", "last_step", b"last_step", "last_worker", b"last_worker", "publication", b"publication", "published", b"published", "reader_types", b"reader_types", "relayed", b"relayed", "run_id", b"run_id", "run_state", b"run_state", "workers_without_samples", b"workers_without_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1260,6 +1266,7 @@ class FollowRunRequest(_message.Message):
     CUT_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     MORE_DIGESTS_FIELD_NUMBER: _builtins.int
+    RELAYED_FIELD_NUMBER: _builtins.int
     shard_index: _builtins.int
     """Which shard asks."""
     num_shards: _builtins.int
@@ -1278,6 +1285,10 @@ class FollowRunRequest(_message.Message):
     def more_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """The digests for the other data types, in their order."""
 
+    @_builtins.property
+    def relayed(self) -> Global___ShardVersion:
+        """Of a relay: the generation and version that this shard has."""
+
     def __init__(
         self,
         *,
@@ -1288,10 +1299,11 @@ class FollowRunRequest(_message.Message):
         cut: _builtins.int = ...,
         version: Global___ShardVersion | None = ...,
         more_digests: _abc.Iterable[_builtins.bytes] | None = ...,
+        relayed: Global___ShardVersion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["relayed", b"relayed", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "known", b"known", "more_digests", b"more_digests", "num_shards", b"num_shards", "shard_index", b"shard_index", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "known", b"known", "more_digests", b"more_digests", "num_shards", b"num_shards", "relayed", b"relayed", "shard_index", b"shard_index", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,13 +2,13 @@
 
 import torch
 
-from psclient.reader.cut import Cut, ShardVersion
-from psclient.reader.shard_reader import digest_of_buffers
 from psclient.reader.sink import StagedCut
 from pscore.model.buffers import pack
 from pscore.model.digest import ModelDigest
 from pscore.model.layout import ModelLayout, Span, TensorSpec
 from pscore.model.sparse_slice import SparseSlice
+from pscore.reader.cut import Cut, ShardVersion
+from pscore.reader.transfer import digest_of_buffers
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 LAYOUT = ModelLayout(

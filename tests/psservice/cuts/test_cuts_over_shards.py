@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from pscore.reader.cut import ShardVersion
 from pscore.wire.errors import ErrorCode
-from psservice.cuts.cuts import Cuts, ShardVersion
+from psservice.cuts.cuts import Cuts
 from psservice.shard.following import follow, news_of
 from tests.psservice.feed_makers import changes, feeding, publish_at, stage, whole, words
 from tests.psservice.service_makers import F32, layout_of

@@ -40,6 +40,7 @@ from psservice.values import Identity
 from tests.psservice.durability.memory_disk import MemoryDisk
 from tests.psservice.durability.test_recovery import LAYOUT, START, stream, values
 from tests.psservice.feed_makers import ASSIGN, FEED, words
+from tests.psservice.relay_makers import MadeSource, RelayHistory
 from tests.psservice.service_makers import bits, sparse_push
 from tests.psservice.shard_makers import join, present, pull, upload
 
@@ -283,4 +284,10 @@ def test_every_kind_of_record_is_compared():
         history.do("end", "anna", 0)
         history.kill()
         seen |= history.kinds
+    relay = RelayHistory(MadeSource(FEED, words()))  # tests/psservice/relay has histories of these
+    for seed in (5, 6):
+        relay.source.change(seed)
+        relay.follow()
+        relay.kill()
+    seen |= relay.kinds
     assert seen == KINDS.keys()

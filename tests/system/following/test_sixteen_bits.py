@@ -8,7 +8,7 @@ import torch
 import psclient
 from psclient import DirectorySink, Follower, LocalServer, errors
 from psclient.reader import follower as follower_module
-from psclient.reader import shard_reader
+from pscore.reader.transfer import CutTransfer
 from tests.system.following.following_tools import (
     READING,
     SECONDS,
@@ -73,8 +73,8 @@ def test_modules_directories_and_engines_have_the_rounded_model(tmp_path, dtype,
 
 
 def test_small_steps_come_as_residues_and_in_few_bytes(monkeypatch):
-    taken, real = [], shard_reader.ShardReader._own
-    monkeypatch.setattr(shard_reader.ShardReader, "_own", lambda *args: taken.append(1) or real(*args))
+    taken, real = [], CutTransfer._own
+    monkeypatch.setattr(CutTransfer, "_own", lambda *args: taken.append(1) or real(*args))
     torch.manual_seed(0)
     modules = [torch.nn.Linear(512, 512).bfloat16(), torch.nn.Linear(512, 512)]
     with LocalServer(cut_seconds=0.01) as server:

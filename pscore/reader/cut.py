@@ -54,6 +54,15 @@ class Cut:
         pairs = enumerate(zip(self.shards, other.shards, strict=False))
         return next((index for index, (mine, theirs) in pairs if mine.version < theirs.version), None)
 
+    def to_message(self) -> pb.Cut:
+        """Return the cut as a server tells it."""
+        return pb.Cut(
+            run_id=self.run_id,
+            shards=[pb.ShardVersion(**each._asdict()) for each in self.shards],
+            buffers_digest=self.buffers_digest,
+            age_seconds=max(0.0, time.monotonic() - self.made),
+        )
+
     def to_plain(self) -> dict[str, Any]:
         """Return the cut for JSON."""
         return {
@@ -77,15 +86,3 @@ class Cut:
         if not shards or any(len(each.digest) != DIGEST_BYTES for each in shards):
             raise Rejected(ErrorCode.BAD_REQUEST, "a cut without shards, or without the digest of one")
         return cls(message.run_id, shards, message.buffers_digest, time.monotonic() - message.age_seconds)
-
-
-class Lag(NamedTuple):
-    """How far a follower is behind.
-
-    Attributes:
-        versions: of shard 0 that it lacks, as far as is known.
-        seconds: since its model was last known to be the newest.
-    """
-
-    versions: int
-    seconds: float

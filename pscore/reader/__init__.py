@@ -1,0 +1,1 @@
+"""What readers of a model have in common: cuts, and what comes of one."""

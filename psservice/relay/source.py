@@ -1,0 +1,205 @@
+"""The server that a relay follows: its cuts, and what leads to one."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+import grpc
+
+from pscore.names import escaped
+from pscore.net.addresses import AddressError
+from pscore.net.channels import ChannelError, Security, explain, open_channel
+from pscore.net.discovery import DiscoveryError, find
+from pscore.reader.cut import Cut
+from pscore.reader.transfer import CutTransfer, FetchedShard
+from pscore.wire.errors import Rejected, details_of
+from pscore.wire.messages import type_to_message
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
+from psservice.cuts.shadow import ReaderType
+from psservice.settings import ServerSettings
+
+READ_CUT = "/sparseps.v1.ParameterServerService/ReadCut"
+WAIT_SECONDS = 25.0
+"""How long the source holds an answer."""
+
+_ANSWER_SECONDS = 15.0  # beyond that, and for a call that waits for nothing
+_IDLE_SECONDS = 30.0  # without a message, after which a transfer is broken off
+_OPTIONS = (
+    ("grpc.initial_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 10_000),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_receive_message_length", -1),
+)
+
+
+class SourceError(Exception):
+    """The source cannot be reached, or refuses; the message says why."""
+
+
+def security_of(settings: ServerSettings) -> Security:
+    """Return how a relay protects its channels to the source."""
+    return Security(
+        ca=settings.relay_ca,
+        cert=settings.relay_cert,
+        key=settings.relay_key,
+        token_file=settings.relay_token_file,
+    )
+
+
+def addresses_of(settings: ServerSettings, seconds: float) -> tuple[tuple[str, ...], Security]:
+    """Return the address of each shard of the source; raises :class:`SourceError`."""
+    try:
+        return find(settings.relay_of, security_of(settings), seconds)
+    except (AddressError, ChannelError, DiscoveryError) as error:
+        raise SourceError(str(error)) from error
+
+
+class CutSource(Protocol):
+    """What a relay needs of its source."""
+
+    def await_cut(self, request: pb.AwaitCutRequest) -> pb.AwaitCutResponse:
+        """Ask the source's shard 0; raises :class:`SourceError`, and :class:`Rejected` as the source does."""
+
+    def read(self, transfer: CutTransfer, cut: Cut, held: Cut | None, buffers: bytes) -> FetchedShard:
+        """Return what leads to a cut in this shard; raises as :meth:`await_cut`, and ``transfer`` keeps a beginning."""
+
+    def close(self) -> None:
+        """Break off every call."""
+
+
+class Source:
+    """One shard's connections to the source: to its shard 0, which names the cuts, and to its own counterpart."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings, self._index = settings, settings.shard_index
+        self._channels: list[grpc.Channel] = []
+        self._calls: set[Any] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._address = settings.relay_of
+
+    def await_cut(self, request: pb.AwaitCutRequest) -> pb.AwaitCutResponse:
+        """See :class:`CutSource`."""
+        with self._calling(0) as channel:
+            call = ParameterServerServiceStub(channel).AwaitCut.future(
+                request, timeout=request.wait_seconds + _ANSWER_SECONDS
+            )
+            with self._tracked(call):
+                answer: pb.AwaitCutResponse = call.result()
+        return answer
+
+    def read(self, transfer: CutTransfer, cut: Cut, held: Cut | None, buffers: bytes) -> FetchedShard:
+        """See :class:`CutSource`."""
+        asked = transfer.asked(cut, held, buffers)
+        with self._calling(self._index) as channel:
+            read_cut: Any = channel.stream_stream(READ_CUT)
+            call = read_cut(iter([asked.request.SerializeToString()]))
+            with self._tracked(call):
+                return asked.read(_moving(call))
+
+    def close(self) -> None:
+        """See :class:`CutSource`."""
+        with self._lock:
+            self._closed = True
+            calls = [*self._calls]
+        for call in calls:
+            call.cancel()
+        self._hang_up()
+
+    def _channel(self, index: int) -> grpc.Channel:
+        """Return a channel to a shard of the source; its addresses are found anew after each failure."""
+        if not self._channels:
+            settings = self._settings
+            addresses, security = addresses_of(settings, _ANSWER_SECONDS)
+            if len(addresses) != settings.num_shards:
+                raise SourceError(
+                    f"{settings.relay_of} has {len(addresses)} shards, this relay {settings.num_shards}: start the "
+                    "relay again, with another --data-dir"
+                )
+            used = {0, self._index}
+            self._channels = [
+                open_channel(address, security, _OPTIONS) for i, address in enumerate(addresses) if i in used
+            ]
+            self._address = addresses[self._index]
+        return self._channels[min(index, 1, len(self._channels) - 1)]
+
+    @contextmanager
+    def _calling(self, index: int) -> Iterator[grpc.Channel]:
+        try:
+            yield self._channel(index)
+        except ChannelError as error:
+            raise SourceError(str(error)) from error
+        except (grpc.RpcError, grpc.FutureCancelledError) as error:
+            refusal = details_of(error) if isinstance(error, grpc.RpcError) else None
+            if isinstance(error, grpc.RpcError) and refusal is not None and refusal.reason is not None:
+                why = escaped(error.details() or "")
+                raise Rejected(refusal.reason, why, retry_seconds=refusal.retry_seconds) from error
+            self._hang_up()
+            told = explain(error, self._address) if isinstance(error, grpc.RpcError) else "the relay is stopping"
+            raise SourceError(told) from error
+
+    @contextmanager
+    def _tracked(self, call: Any) -> Iterator[None]:
+        with self._lock:
+            self._calls.add(call)
+            closed = self._closed
+        if closed:
+            call.cancel()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls.discard(call)
+            call.cancel()
+
+    def _hang_up(self) -> None:
+        channels, self._channels = self._channels, []
+        for channel in channels:
+            with suppress(Exception):
+                channel.close()
+
+
+def _moving(call: Any) -> Iterator[bytes]:
+    """Yield the messages of a call, and cancel it if none comes for too long."""
+    ended, moved = threading.Event(), [time.monotonic()]
+
+    def watch() -> None:
+        while not ended.wait(1.0):
+            if time.monotonic() > moved[0] + _IDLE_SECONDS:
+                call.cancel()
+                return
+
+    watcher = threading.Thread(target=watch, name="relay-watch", daemon=True)
+    watcher.start()
+    try:
+        for message in call:
+            moved[0] = time.monotonic()
+            yield message
+            moved[0] = time.monotonic()  # what reading it took is not the line's time
+    finally:
+        ended.set()
+        watcher.join()
+
+
+def question(
+    known: Cut | None,
+    fingerprint: bytes,
+    run_state: pb.RunState.ValueType,
+    dtype: ReaderType,
+    name: str,
+    seconds: float,
+) -> pb.AwaitCutRequest:
+    """Return the question for a newer cut than the known one."""
+    return pb.AwaitCutRequest(
+        reader=name,
+        known=[pb.ShardVersion(**each._asdict()) for each in known.shards] if known is not None else (),
+        fingerprint=fingerprint,
+        wait_seconds=seconds,
+        version=known.version if known is not None else 0,
+        run_state=run_state,
+        buffers_digest=known.buffers_digest if known is not None else b"",
+        reader_type=type_to_message(dtype),
+    )

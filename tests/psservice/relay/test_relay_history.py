@@ -1,0 +1,95 @@
+"""A relay's shard has what its source has, or what it had before; and a replay has the same, bit for bit."""
+
+from contextlib import suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pscore.model.buffers import pack
+from pscore.wire.errors import Rejected
+from tests.psservice.durability.test_recovery import LAYOUT, START, values
+from tests.psservice.feed_makers import FEED, words
+from tests.psservice.relay_makers import MadeSource, RelayHistory
+
+SOURCES = {
+    "run": lambda: MadeSource(LAYOUT, values().half().bfloat16().float(), shards=2),
+    "feed": lambda: MadeSource(FEED, words(), shards=1),
+}
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["change", "change", "jump", "go back", "buffers", "snapshot", "kill", "away", "lie", "follow"]
+        ),
+        st.integers(0, 10_000),
+    ),
+    max_size=30,
+)
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    caplog.set_level("CRITICAL")
+
+
+def act(history, what, seed):
+    source = history.source
+    if what in ("change", "jump"):
+        source.change(seed, jump=1 if what == "change" else 1 + seed % 5)
+    elif what == "go back":
+        source.go_back(seed)
+    elif what == "buffers" and source.buffers:
+        source.buffers = pack([tensor + seed % 3 for tensor in START])
+    elif what == "snapshot":
+        history.shard.durability.take()
+    elif what == "kill":
+        history.kill()
+    elif what == "away":
+        source.is_away = not source.is_away
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@given(script=steps)
+@settings(deadline=None, max_examples=25)
+def test_a_relay_has_a_cut_of_its_source_whole_and_so_has_its_replay(kind, script):
+    history = RelayHistory(SOURCES[kind]())
+    last = None
+    for what, seed in [*script, ("follow", 0)]:
+        with suppress(Rejected):  # there is no model to take a snapshot of
+            act(history, what, seed)
+        cut = history.source.cut()
+        if what == "lie" or history.source.is_away:
+            with suppress(Rejected):  # there may be nothing to ask for
+                history.lied_to()
+                last = cut
+        else:
+            history.follow()
+            last = cut
+        if last is not None:
+            assert history.is_at(last)
+    history.kill()
+
+
+def test_all_of_a_generation_comes_once():
+    history = RelayHistory(SOURCES["feed"]())
+    for number in range(6):
+        history.source.change(number + 5, jump=number + 1)
+        history.follow()
+        if number % 2:
+            history.kill()
+    assert history.source.whole_replies == 1
+    history.source.go_back(1)
+    history.follow()
+    assert history.source.whole_replies == 2
+
+
+def test_what_was_refused_is_fetched_anew():
+    history = RelayHistory(SOURCES["run"]())
+    history.follow()
+    before = history.snapshot()
+    history.source.change(7)
+    with pytest.raises(Rejected, match="digest"):
+        history.lied_to()
+    assert history.snapshot() == before
+    history.follow()
+    assert history.is_at(history.source.cut())
