@@ -28,13 +28,12 @@ from psservice.data_leases.dataset import Datasets
 from psservice.feed.relayed_shard import Place, RelayedShard
 from psservice.model.buffers import BufferAverage
 from psservice.model.copies import values_at
-from psservice.model.parameters import ModelShard, on_device
+from psservice.model.parameters import ModelShard
 from psservice.model.training_mode import TrainingMode
 from psservice.relay.source import WAIT_SECONDS, CutSource, Source, SourceError, question
 from psservice.shard import model_install
 from psservice.shard.following import RUN_STATES
 from psservice.shard.shard import Shard
-from psservice.state.records import messages_of
 from psservice.state.run import RunState
 from psservice.state.state import ShardState
 from psservice.state.v1 import journal_pb2 as rec
@@ -186,6 +185,7 @@ class Relay:
             model = shard.model
             has_it = model is not None and (model.generation, model.version) == part[:2] and self._is_of(cut.run_id)
             if has_it and self._buffers_digest() == self._wanted_buffers(cut):
+                self._note(cut)
                 return
             layout = self._layout_of(cut)
             span = layout.shard_spans(self._settings.num_shards)[self._index]
@@ -194,6 +194,12 @@ class Relay:
             fetched = self._source.read(transfer, cut, held, self._buffers() if held is not None else b"")
             transfer.end()
             self._take(cut, layout, span, fetched)
+
+    def _note(self, cut: Cut) -> None:
+        """Write down of which cut this shard's version is: of a newer one, if other shards alone have moved."""
+        model, part = self._shard.model, cut.shards[self._index]
+        if isinstance(model, RelayedShard) and model.cut.shards != places_of(cut):
+            self._commit(cut, part.version, None, b"")
 
     def _take(self, cut: Cut, layout: ModelLayout, span: Span, fetched: FetchedShard) -> None:
         """Check what has come, and make it this shard's version."""
@@ -222,16 +228,7 @@ class Relay:
         if fetched.base is None:
             self._install(cut, layout, span, update, buffers)
         else:
-            messages = messages_of(update, span, self._settings.chunk_bytes)
-            record = rec.Relayed(
-                generation=part.generation,
-                version=part.version,
-                before=fetched.base.version,
-                buffers=fetched.buffers,
-                parts=[rec.RelayedPart(generation=each.generation, version=each.version) for each in cut.shards],
-            )
-            there, body = on_device(update, shard.device), shard.durability.records.body(messages)
-            shard.apply_thread.run(lambda: shard.commit(record, there, body))
+            self._commit(cut, fetched.base.version, update, fetched.buffers)
         assert shard.model is not None
         self._digest = shard.model, part.version, digest
         shard.metrics.version = part.version
@@ -255,7 +252,7 @@ class Relay:
                 clock=shard.environment.monotonic,
                 first_version=part.version,
             )
-            model.relay([Place(each.generation, each.version) for each in cut.shards])
+            model.relay(places_of(cut))
             average = BufferAverage(layout.buffers, unpack(buffers, layout.buffers)) if buffers else None
             state = shard.state.with_model(
                 model, average, Datasets(), run_id=cut.run_id, run_state=RunState.TRAINING, samples=0
@@ -324,6 +321,15 @@ class Relay:
     def _wanted_buffers(self, cut: Cut) -> bytes:
         """Return the digest of the buffers that this shard is to have: shard 0 has them all."""
         return cut.buffers_digest if self._index == 0 else b""
+
+
+def places_of(cut: Cut) -> tuple[Place, ...]:
+    """Return the places of a cut's shards."""
+    return tuple(Place(each.generation, each.version) for each in cut.shards)
+
+
+def _parts_of(cut: Cut) -> list[rec.RelayedPart]:
+    return [rec.RelayedPart(generation=each.generation, version=each.version) for each in cut.shards]
 
 
 def _read(model: ModelShard, entries: SparseSlice) -> SparseSlice:

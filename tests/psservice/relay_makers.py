@@ -39,6 +39,7 @@ class MadeSource:
         self.buffers = pack([torch.zeros(spec.shape, dtype=spec.dtype) for spec in layout.buffers])
         self.past = {}
         self.is_away = self.lies = False
+        self.ahead = 1  # versions that the other shards are ahead
         self.whole_replies = 0
         self.note()
 
@@ -66,7 +67,9 @@ class MadeSource:
         digest = ModelDigest(self.layout)
         digest.add(SparseSlice(self.span, None, self.values))
         mine = ShardVersion(self.generation, self.version, digest.value)
-        others = tuple(ShardVersion(self.generation, self.version + 1, bytes(16)) for _ in range(self.shards - 1))
+        others = tuple(
+            ShardVersion(self.generation, self.version + self.ahead, bytes(16)) for _ in range(self.shards - 1)
+        )
         return Cut(self.run_id, (mine, *others), digest_of_buffers(self.buffers) if self.buffers else b"")
 
     # What a relay asks

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pscore.model.buffers import pack
 from pscore.wire.errors import Rejected
+from psservice.relay.relay import places_of
 from tests.psservice.durability.test_recovery import LAYOUT, START, values
 from tests.psservice.feed_makers import FEED, words
 from tests.psservice.relay_makers import MadeSource, RelayHistory
@@ -19,7 +20,7 @@ SOURCES = {
 steps = st.lists(
     st.tuples(
         st.sampled_from(
-            ["change", "change", "jump", "go back", "buffers", "snapshot", "kill", "away", "lie", "follow"]
+            ["change", "change", "jump", "go back", "buffers", "others", "snapshot", "kill", "away", "lie", "follow"]
         ),
         st.integers(0, 10_000),
     ),
@@ -40,6 +41,8 @@ def act(history, what, seed):
         source.go_back(seed)
     elif what == "buffers" and source.buffers:
         source.buffers = pack([tensor + seed % 3 for tensor in START])
+    elif what == "others":
+        source.ahead = seed % 3
     elif what == "snapshot":
         history.shard.durability.take()
     elif what == "kill":
@@ -67,6 +70,7 @@ def test_a_relay_has_a_cut_of_its_source_whole_and_so_has_its_replay(kind, scrip
             last = cut
         if last is not None:
             assert history.is_at(last)
+            assert history.shard.model.cut.shards == places_of(last), "by which it is known when shards are together"
     history.kill()
 
 
