@@ -28,12 +28,13 @@ from psservice.data_leases.dataset import Datasets
 from psservice.feed.relayed_shard import Place, RelayedShard
 from psservice.model.buffers import BufferAverage
 from psservice.model.copies import values_at
-from psservice.model.parameters import ModelShard
+from psservice.model.parameters import ModelShard, on_device
 from psservice.model.training_mode import TrainingMode
 from psservice.relay.source import WAIT_SECONDS, CutSource, Source, SourceError, question
 from psservice.shard import model_install
 from psservice.shard.following import RUN_STATES
 from psservice.shard.shard import Shard
+from psservice.state.records import messages_of
 from psservice.state.run import RunState
 from psservice.state.state import ShardState
 from psservice.state.v1 import journal_pb2 as rec
@@ -233,6 +234,16 @@ class Relay:
         self._digest = shard.model, part.version, digest
         shard.metrics.version = part.version
         log.debug("version relayed", extra={"version": part.version, "bytes": fetched.received_bytes})
+
+    def _commit(self, cut: Cut, before: int, update: SparseSlice | None, buffers: bytes) -> None:
+        """Write down what leads from a version to that of a cut, and assign it."""
+        part, shard = cut.shards[self._index], self._shard
+        record = rec.Relayed(
+            generation=part.generation, version=part.version, before=before, buffers=buffers, parts=_parts_of(cut)
+        )
+        body = shard.durability.records.body(messages_of(update, shard.span, self._settings.chunk_bytes))
+        there = on_device(update, shard.device)
+        shard.apply_thread.run(lambda: shard.commit(record, there, body))
 
     def _install(self, cut: Cut, layout: ModelLayout, span: Span, update: SparseSlice | None, buffers: bytes) -> None:
         """Put a whole model in the place of what is here: the first one, or that of another generation or run."""
