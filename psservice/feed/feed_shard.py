@@ -1,13 +1,17 @@
 """A shard of a feed: the words of the version that is published, and those of the next one, staged."""
 
+import hashlib
 from collections.abc import Collection
 from dataclasses import replace
 
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.telemetry.tracing import traced
+from pscore.wire.generation import epoch
 from psservice.model.parameters import ModelPart, ModelShard
 from psservice.rules.base import PLAIN, PushContext, RuleState
+
+_NAME_DIGITS = 24
 
 
 class Staged:
@@ -57,6 +61,20 @@ class FeedShard(ModelShard):
         super().__post_init__()
         self.staged, self.lacks = Staged(self.span), 0
         self.staged.published = self.version, ""
+
+    @property
+    def publication(self) -> str:
+        """The publication that the words are: a text that is the same at all shards, and no other's."""
+        return self._named(*self.staged.published)
+
+    def bring_to(self, publication: str) -> bool:
+        """Tell whether the words are a publication; one that is staged, and shard 0 has published, they become."""
+        if self.staged.version and self._named(self.staged.version, self.staged.name) == publication:
+            self.publish()
+        return self.publication == publication
+
+    def _named(self, version: int, name: str) -> str:
+        return f"{epoch(self.generation)}-{version}-{hashlib.sha256(name.encode()).hexdigest()[:_NAME_DIGITS]}"
 
     def version_after(self, base_version: int) -> int:
         """Return the version that a publication will be: the one behind its base."""

@@ -3299,6 +3299,7 @@ class RestoreModelRequest(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
+    PUBLICATION_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """A version of this shard."""
     checkpoint: _builtins.str
@@ -3307,6 +3308,10 @@ class RestoreModelRequest(_message.Message):
     """Which part of it; unset for all of it, if the run has one shard."""
     ticket: _builtins.str
     """With COMMIT and ABANDON: the answer to PREPARE."""
+    publication: _builtins.str
+    """With PREPARE, of a feed: the publication whose version is named, as shard 0 has answered. A shard that lacks the
+    version in one history may have another publication under the same number in an older one.
+    """
     def __init__(
         self,
         *,
@@ -3314,10 +3319,11 @@ class RestoreModelRequest(_message.Message):
         checkpoint: _builtins.str = ...,
         step: Global___RestoreStep.ValueType = ...,
         ticket: _builtins.str = ...,
+        publication: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "target", b"target", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "step", b"step", "target", b"target", "ticket", b"ticket", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "publication", b"publication", "step", b"step", "target", b"target", "ticket", b"ticket", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_target: _TypeAlias = _typing.Literal["version", "checkpoint"]  # noqa: Y015
     _WhichOneofArgType_target: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
@@ -3334,22 +3340,26 @@ class RestoreModelResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
+    PUBLICATION_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Its version then."""
     generation: _builtins.int
     """Its generation then."""
     ticket: _builtins.str
     """With PREPARE: names what was prepared."""
+    publication: _builtins.str
+    """With PREPARE, of a feed: the publication that the older model is."""
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         generation: _builtins.int = ...,
         ticket: _builtins.str = ...,
+        publication: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "ticket", b"ticket", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "publication", b"publication", "ticket", b"ticket", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
