@@ -14,6 +14,7 @@ from psservice.rpc.auth import ANONYMOUS_ADMIN
 from psservice.rpc.calls import Call
 from psservice.rpc.workers import WorkerCalls
 from psservice.shard.following import follow, news_of
+from psservice.shard.join import hear_of_shards
 from psservice.shard.publication import publish
 from psservice.shard.rollback import abandon, prepare, roll_back
 from tests.psservice.feed_makers import ASSIGN, FEED, changes, feeding, publish_at, stage, whole, words
@@ -257,6 +258,17 @@ def test_a_model_from_a_directory_is_one_publication(tmp_path):
             found = replay_shards(tmp_path, version, checkpoint)
             assert bits(torch.cat([shard.model.theta for shard in found])) == bits(words(expected))
         assert versions(shards) == [2, 1]
+
+
+def test_a_shard_that_hears_later_has_lost_nothing(shards, caplog):
+    zero, one = shards
+    stage_everywhere(shards, 1, 0)
+    publish_at(zero, 1)
+    told = [pb.ShardHistory(shard_index=1, generation=present(one), version=1)]  # by the publisher
+    for shard in shards:
+        hear_of_shards(shard, told)
+        assert not shard.state.histories.known()
+    assert not [record for record in caplog.records if "taken back" in record.message]
 
 
 def test_a_wait_ends_when_another_publication_turns_out_to_be_published(shards):

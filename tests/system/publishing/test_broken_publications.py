@@ -8,12 +8,11 @@ import torch
 
 import psclient
 from psclient import LocalServer, Publisher
-from psclient.errors import ServerUnreachableError
+from psclient.errors import ConfigurationError, ServerNotReadyError, ServerUnreachableError
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.ctl.client import call
 from tests.system.following.following_tools import SECONDS
 from tests.system.publishing.publishing_tools import QUIET, change, copied, odd_tensors, same_bits
-from tests.system.tools import wait_until
 
 
 class Holder(torch.nn.Module):
@@ -189,6 +188,40 @@ def test_a_damaged_baseline_is_not_believed(server, tmp_path, harm):
         assert publisher.publish(tensors).changed < 1000
 
 
+def test_a_second_publisher_leaves_the_baseline_of_the_first_alone(server, tmp_path):
+    tensors, path = odd_tensors(), tmp_path / "baseline"
+    with Publisher(server, baseline=path, settings=QUIET) as publisher:
+        publisher.publish(tensors)
+        before = path.read_bytes()
+        path.with_name(path.name + ".json").unlink()  # as while the first one writes a version into the file
+        with pytest.raises(ConfigurationError, match="another publisher has the baseline"):
+            Publisher(server, baseline=path, settings=QUIET)
+        assert path.read_bytes() == before
+        change(tensors, 1)
+        assert publisher.publish(tensors).changed < 1000
+        assert same_bits(psclient.download(server.addresses), tensors)
+    with Publisher(server, baseline=path, settings=QUIET) as publisher:
+        change(tensors, 2)
+        assert publisher.publish(tensors).changed < 1000
+
+
+def test_a_download_is_one_version(server):
+    tensors = odd_tensors()
+    with Publisher(server, settings=QUIET) as publisher:
+        publisher.publish(tensors)
+        run = publisher._run
+        run.shards, both = run.shards[:1], run.shards  # the other one lacks version 1
+        change(tensors, 1)
+        publisher.publish(tensors)
+        with pytest.raises(ServerNotReadyError, match=r"\[1, 0\]"):
+            psclient.download(server.addresses, patience_seconds=0.5)
+        run.shards = both
+        publisher._forget_base(run)
+        change(tensors, 2)
+        publisher.publish(tensors)
+        assert same_bits(psclient.download(server.addresses), tensors)
+
+
 def test_a_baseline_of_another_version_of_the_feed_is_not_taken_for_the_newest(server, tmp_path):
     tensors, path = odd_tensors(), tmp_path / "baseline"
     with Publisher(server, baseline=path, settings=QUIET) as publisher:
@@ -238,7 +271,7 @@ def test_a_version_that_a_shard_lacks_is_not_restored_from_an_older_history(serv
         publisher._forget_base(run)
         change(tensors, 6)
         assert publisher.publish(tensors).version == 4
-        wait_until(lambda: same_bits(psclient.download(server.addresses), tensors), SECONDS)
+        assert same_bits(psclient.download(server.addresses), tensors)
         found = operate("restore", "--version", "3", *server.addresses)
         assert found.returncode != 0
         assert "no shard was taken back" in found.stderr
