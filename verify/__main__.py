@@ -213,7 +213,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rounds", type=int, default=2, help="in which room, and descriptors, are used up; half of the restores"
     )
-    parser.add_argument("--faults", type=int, default=90, help="of servers, in the campaigns of feeds, all together")
+    parser.add_argument("--faults", type=int, default=60, help="of servers, in the campaigns of feeds, all together")
     parser.add_argument("--flips", type=int, default=0, help="bits flipped; 0 for one in every place")
     parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
     parser.add_argument(

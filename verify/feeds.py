@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+import psclient
+from psclient.errors import ServerNotReadyError
 from verify.client import wire
 from verify.cluster.forked import forked_processes
 from verify.cluster.servers import Servers
@@ -23,16 +25,17 @@ from verify.failpoint.feed_servers import EXPECTED_ERRORS, FeedServersFaults
 from verify.failpoint.network import Network
 from verify.failpoint.restarts import kill_and_start
 from verify.failpoint.torment import Torment
-from verify.model.publications import Follower, Look, Part, Restore, Story, judge
-from verify.model.words import Octets
+from verify.model import words
+from verify.model.publications import Download, Follower, Look, Part, Restore, Story, judge
 from verify.plan import Plan, Result
 from verify.traffic.notes import read_claims
 from verify.traffic.publications import Told
 from verify.traffic.publishers import PublisherFailedError, Publishers
 from verify.traffic.readers import Readers
+from verify.traffic.tensors import octets_of
 
 LEASE_SECONDS = 2.0
-_CALL_SECONDS = 30.0
+_CALL_SECONDS, _DOWNLOAD_SECONDS = 30.0, 1.0
 _MISFORTUNE_SECONDS = 1.2
 _FIRST_SECONDS, _AHEAD_SECONDS, _ARRIVE_SECONDS = 60.0, 120.0, 90.0
 _MOST_TRIES = 3
@@ -53,6 +56,7 @@ class Feeds:
         self.result = Result(plan.name)
         self._rng = random.Random(f"{plan.seed} {plan.name}")
         self._looks: list[Look] = []
+        self._downloads: list[Download] = []
         self.is_over = threading.Event()  # what servers are struck with; the rest ends then
         self.restores: list[Restore] = []
         self.servers: Servers
@@ -95,7 +99,7 @@ class Feeds:
             )
             with self.readers:
                 try:
-                    self.await_publication(_FIRST_SECONDS)
+                    self.await_publications(1, _FIRST_SECONDS)
                     with torment:
                         self._strike()
                     self._settle()
@@ -137,13 +141,13 @@ class Feeds:
 
     # What faults are made of
 
-    def await_publication(self, seconds: float) -> bool:
-        """Wait until a publisher is told of another version, or for long enough; tell which."""
+    def await_publications(self, count: int, seconds: float) -> bool:
+        """Wait until publishers are told of so many more versions, or for long enough; tell which."""
         before = len(self._told())
 
         def is_told() -> bool:
             self.publishers.check()
-            return len(self._told()) > before
+            return len(self._told()) >= before + count
 
         return until(is_told, seconds)
 
@@ -157,7 +161,8 @@ class Feeds:
             file.write(f"{time.monotonic():.3f} {what}\n")
 
     def look(self) -> None:
-        """Read all shards; again while they are at several versions, for a few times."""
+        """Download the model, and read all shards; again while they are at several versions, for a few times."""
+        self._download()
         for _ in range(_MOST_TRIES):
             begun = time.monotonic()
             parts = tuple(self._part(address) for address in self.servers.addresses)
@@ -165,10 +170,19 @@ class Feeds:
             if len({part.version for part in parts}) == 1:
                 return
 
+    def _download(self) -> None:
+        try:
+            state = psclient.download(self.servers.addresses, patience_seconds=_DOWNLOAD_SECONDS)
+        except ServerNotReadyError:
+            self.result.faults["downloads refused: no version of all shards"] += 1
+        else:
+            digest = words.digest(octets_of(self._layout, state))
+            self._downloads.append(Download(time.monotonic(), digest))
+
     @staticmethod
     def _part(address: str) -> Part:
         found = wire.download(address, _CALL_SECONDS)
-        octets: Octets = found.values.view("u1")
+        octets: words.Octets = found.values.view("u1")
         return Part(found.generation, found.version, found.start * found.values.itemsize, octets)
 
     def _told(self) -> list[tuple[Told, str]]:
@@ -216,5 +230,5 @@ class Feeds:
     def _judge(self) -> None:
         self.say("the judge reads the books")
         published, self.result.troubles = self.publishers.books()
-        story = Story(self._layout, published, self._followers(), self._looks, self.restores)
+        story = Story(self._layout, published, self._followers(), self._looks, self._downloads, self.restores)
         self.result.feeds.append(judge(story))

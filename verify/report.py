@@ -33,6 +33,7 @@ _FEED_FIGURES = (
     ("versions", "versions checked"),
     ("claims", "claims"),
     ("looks", "reads"),
+    ("downloads", "downloads"),
     ("restores", "taken back"),
     ("nobodys", "nobody's"),
     ("mixed", "mixed"),

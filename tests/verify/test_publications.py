@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from verify.model import words
-from verify.model.publications import Follower, Look, Part, Restore, Story, judge
+from verify.model.publications import Download, Follower, Look, Part, Restore, Story, judge
 from verify.traffic.notes import Claim
 from verify.traffic.publications import Publication, PublisherBook, Told, read_books
 
@@ -40,7 +40,7 @@ def story(recipes, models):
         Follower("module", (claims[:2], claims[2:])),
         Follower("directory", (claims[:3], claims[2:]), is_kept=True, allows_older=True),
     ]
-    return Story(LAYOUT, published, followers, [look(models, 1, 17), look(models, 3, 60)], [])
+    return Story(LAYOUT, published, followers, [look(models, 1, 17), look(models, 3, 60)], [], [])
 
 
 def claim(models, number, at, generation=FIRST, version=None):
@@ -114,6 +114,12 @@ def test_a_look_at_shards_on_their_way_is_right(story, models):
     assert judge(replace(story, looks=[Look(30.0, 30.1, parts), *story.looks])).good
     spoilt = parts[1]._replace(octets=parts[1].octets ^ 1)
     assert judge(replace(story, looks=[Look(30.0, 30.1, (parts[0], spoilt)), *story.looks])).nobodys == 1
+
+
+def test_a_download_of_a_mixture_is_found(story, models):
+    assert judge(replace(story, downloads=[Download(30.0, words.digest(models["m2"]))])).good
+    assert judge(replace(story, downloads=[Download(19.0, words.digest(models["m2"]))])).nobodys == 1
+    assert judge(replace(story, downloads=[Download(30.0, mixed(models))])).nobodys == 1
 
 
 def test_a_lost_version_is_found(story, models):

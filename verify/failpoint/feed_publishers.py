@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from verify.feeds import Feeds
 
 _UP_SECONDS = 0.0, 2.0
-_LOAD_FIRST_SHARE, _LOAD_SECONDS = 0.8, 6.0
+_LOAD_FIRST_SHARE, _LOAD_SECONDS, _MOST_FIRST = 0.8, 6.0, 15
 _DIE_SECONDS, _MOST_BEFORE_DEATH = 10.0, 3
 _TAKE_OVER_SECONDS, _TOGETHER_SECONDS = (3.0, 6.0), (1.0, 4.0)
 _MOST_COPIES = 6
@@ -48,7 +48,7 @@ class FeedPublisherFaults:
         )
         while not self._feeds.is_over.wait(self._rng.uniform(*_UP_SECONDS)):
             if self._rng.random() < _LOAD_FIRST_SHARE:
-                self._feeds.await_publication(_LOAD_SECONDS)
+                self._feeds.await_publications(self._rng.randint(1, _MOST_FIRST), _LOAD_SECONDS)
             next(ways)()
 
     def _kill_publisher(self) -> None:

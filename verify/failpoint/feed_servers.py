@@ -54,7 +54,7 @@ class FeedServersFaults:
         for number in range(self._feeds.plan.faults):
             self._feeds.say(f"{number} of {self._feeds.plan.faults} faults of servers")
             if self._rng.random() < _LOAD_FIRST_SHARE:
-                self._feeds.await_publication(_LOAD_SECONDS)
+                self._feeds.await_publications(1, _LOAD_SECONDS)
             self._feeds.pause(*_UP_SECONDS)
             next(ways)()
             if self._rng.random() < _LOOK_SHARE:

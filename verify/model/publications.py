@@ -38,6 +38,13 @@ class Look:
     parts: tuple[Part, ...]
 
 
+class Download(NamedTuple):
+    """A model that somebody has downloaded without a lease: until when, and its digest."""
+
+    ended: float
+    digest: str
+
+
 @dataclass(slots=True)
 class Restore:
     """A rollback that an operator has asked for.
@@ -89,6 +96,7 @@ class Story:
     publications: Mapping[str, Publication]
     followers: Sequence[Follower]
     looks: Sequence[Look]
+    downloads: Sequence[Download]
     restores: Sequence[Restore]
 
 
@@ -111,6 +119,10 @@ class _Trial:
         for look in story.looks:
             self._check_look(look)
             self._check_lost(look)
+        for download in story.downloads:
+            if not self._is_published(download.digest, download.ended):
+                self.verdict.nobodys += 1
+                self.verdict.say("a download is a model that nobody has published")
         self._check_restores()
         self._check_names()
         self._check_end()
@@ -120,7 +132,7 @@ class _Trial:
         verdict.begun = len(story.publications)
         verdict.acknowledged = sum(len(each.told) for each in story.publications.values())
         verdict.in_doubt = sum(not each.told for each in story.publications.values())
-        verdict.looks = len(story.looks)
+        verdict.looks, verdict.downloads = len(story.looks), len(story.downloads)
         verdict.claims = sum(len(claims) for follower in story.followers for claims in follower.lives)
         verdict.restores = sum(restore.version is not None for restore in story.restores)
         for each in story.publications.values():

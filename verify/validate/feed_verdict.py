@@ -14,8 +14,9 @@ class FeedVerdict:
         versions: that were checked: a version counts once a history.
         claims: models that followers held, with the version that they claimed.
         looks: fresh reads of all shards.
+        downloads: models that psclient has downloaded whole.
         restores: that took the feed back.
-        nobodys: claims and looks that are no model that was published as a whole: a mixture, or one too early.
+        nobodys: claims, looks and downloads of a model that was not published as a whole: a mixture, or one too early.
         mixed: claims of shards at several versions.
         renamed: versions of one history that had two models.
         lost: acknowledged versions that a later look did not have, without a restore that was asked for.
@@ -30,6 +31,7 @@ class FeedVerdict:
     versions: int = 0
     claims: int = 0
     looks: int = 0
+    downloads: int = 0
     restores: int = 0
     nobodys: int = 0
     mixed: int = 0
