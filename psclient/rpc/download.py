@@ -87,7 +87,8 @@ def download(
             headers = [part.header for part in parts]
             _check_places(connections, headers)
             versions = [header.version for header in headers]
-            if not parts[0].layout.word_bytes or len({*versions}) == 1:
+            publications = {header.publication for header in headers}
+            if not parts[0].layout.word_bytes or (len(publications) == 1 and "" not in publications):
                 break
             if time.monotonic() > end:
                 raise ServerNotReadyError(

@@ -15,6 +15,7 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.frames import WireForm
 from psservice.cuts.cut_view import Changes, CutView, Find, values_of
 from psservice.cuts.shadow import ReaderType, Shadow
+from psservice.feed.feed_shard import FeedShard
 from psservice.model.parameters import rounded_slices
 from psservice.model.shared_results import SharedResults
 from psservice.replies.exact_reply import ModelValues, Reserve
@@ -50,6 +51,7 @@ class ShardCut:
     Attributes:
         number: names the cut at all shards.
         version, generation: of the shard's values.
+        publication: that they are; empty if the run is no feed.
         values: at this version.
         views: by the readers' data type, in the order of ``types``.
         buffers: the model's buffers, end to end; ``buffers_digest`` is theirs; both empty if there are none.
@@ -66,6 +68,8 @@ class ShardCut:
     ) -> None:
         self.number, self.model, self.made = number, shadow.model, made
         self.version, self.generation = shadow.version, shadow.model.generation
+        model = self.model
+        self.publication = model.publication_at(self.version) if isinstance(model, FeedShard) else ""
         views = {dtype: shadow.views[dtype] for dtype in types}
         self.buffers = pack(buffers[spec.name] for spec in self.model.layout.buffers) if buffers else b""
         digest = hashlib.blake2b(self.buffers, digest_size=_BUFFERS_DIGEST_BYTES).digest()

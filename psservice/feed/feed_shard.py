@@ -12,6 +12,7 @@ from psservice.model.parameters import ModelPart, ModelShard
 from psservice.rules.base import PLAIN, PushContext, RuleState
 
 _NAME_DIGITS = 24
+_MOST_NAMES = 64
 
 
 class Staged:
@@ -61,11 +62,18 @@ class FeedShard(ModelShard):
         super().__post_init__()
         self.staged, self.lacks = Staged(self.span), 0
         self.staged.published = self.version, ""
+        self._names: dict[int, str] = {}  # of the pushes that had staged the last versions
 
     @property
     def publication(self) -> str:
         """The publication that the words are: a text that is the same at all shards, and no other's."""
-        return self._named(*self.staged.published)
+        return self.publication_at(self.version)
+
+    def publication_at(self, version: int) -> str:
+        """Return the publication that a version of this history is; empty if that is not known. From any thread."""
+        last = self.staged.published
+        name = last[1] if last[0] == version else self._names.get(version)
+        return "" if name is None else self._named(version, name)
 
     def bring_to(self, publication: str) -> bool:
         """Tell whether the words are a publication; one that is staged, and shard 0 has published, they become."""
@@ -92,6 +100,8 @@ class FeedShard(ModelShard):
         """Make the staged publication the feed's version, and return that; raises ``ValueError`` if there is none."""
         if not self.staged.version:
             raise ValueError("nothing is staged")
+        self._names[self.staged.version] = self.staged.name  # first: others look it up for the version that they see
+        self._names.pop(min(self._names) if len(self._names) > _MOST_NAMES else -1, None)
         self.version = self.staged.version - 1  # shards that lack versions catch up
         version = self.apply(self.staged.words)
         self.staged.published = version, self.staged.name

@@ -96,6 +96,7 @@ _NAMES: Mapping[str, Mapping[str, bool]] = {
     "FinishRunRequest": {"run_id": True},
     "TakeSnapshotRequest": {"checkpoint": True},
     "DeleteCheckpointRequest": {"checkpoint": False},
+    "FollowRunRequest": {"publication": True},
     "RestoreModelRequest": {"checkpoint": True, "ticket": True, "publication": True},
     "EvictWorkerRequest": {"worker_id": False},
     "AwaitCutRequest": {"reader": True},

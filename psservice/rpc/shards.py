@@ -61,7 +61,8 @@ class ShardCalls:
                 or len(request.more_digests) > 2
             ):
                 raise Rejected(ErrorCode.BAD_REQUEST, "a part of a cut is of a shard, and has a digest of 16 bytes")
-            told = Part(version.generation, version.version, (version.digest, *request.more_digests))
+            digests = version.digest, *request.more_digests
+            told = Part(version.generation, version.version, digests, request.publication)
             shard.cuts.hear(request.shard_index, request.cut, told)
         number, news = shard.news, news_of(shard)  # in this order: what changes from here on changes the number
         fingerprint = _fingerprint(news)
@@ -85,6 +86,7 @@ def question_of(shard: Shard, known: int) -> pb.FollowRunRequest:
         cut=cut,
         version=version,
         more_digests=more,
+        publication="" if part is None else part.publication,
     )
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+from verify.cluster.waiting import until
 from verify.traffic.publications import PUBLISHERS, Publication, read_books
 
 _LEAVE_SECONDS = 90.0
@@ -17,9 +18,10 @@ class PublisherFailedError(Exception):
 
 
 class _Life(NamedTuple):
-    """A process, and whether it may end by a kill."""
+    """A process, its book, and whether it may end by a kill."""
 
     process: "subprocess.Popen[bytes]"
+    book: Path
     may_die: bool
 
 
@@ -44,7 +46,8 @@ class Publishers:
     def begin(self, parent: str = "", dies: str = "", after: int = 0) -> None:
         """Begin the next life, which goes on from a model, or from the newest; ``dies``: where it kills itself."""
         more = [f"--dies={dies}", f"--after={after}"] if dies else []
-        self._life = _Life(self._start(parent or self._newest(), self.baseline, more), may_die=bool(dies))
+        process = self._start(parent or self._newest(), self.baseline, more)
+        self._life = _Life(process, self._book, may_die=bool(dies))
 
     def begin_second(self, parent: str, baseline: Path) -> None:
         """Begin another publisher beside the first one."""
@@ -60,10 +63,9 @@ class Publishers:
     def kill(self) -> None:
         """Kill the publisher at whatever it is doing; raises :class:`PublisherFailedError` if it has ended before."""
         self.check()
-        process = self._living().process
-        self._life = _Life(process, may_die=True)  # another thread may look before the next one has begun
-        process.kill()
-        process.wait()
+        life = self._life = self._living()._replace(may_die=True)  # another thread may look before the next has begun
+        life.process.kill()
+        life.process.wait()
 
     def check(self) -> None:
         """Raise :class:`PublisherFailedError` if the publisher has ended by itself, and was not told to die."""
@@ -89,7 +91,8 @@ class Publishers:
 
     def leave(self) -> None:
         """Have the publisher publish once more and leave; raises :class:`PublisherFailedError`."""
-        process = self._living().process
+        process, book, _ = self._living()
+        until(lambda: book.exists() or process.poll() is not None, _LEAVE_SECONDS)  # it listens from then on
         process.terminate()
         try:
             status = process.wait(_LEAVE_SECONDS)
@@ -114,6 +117,11 @@ class Publishers:
     def _newest(self) -> str:
         found, _ = self.books()
         return max(found.values(), key=lambda each: each.begun).name if found else ""
+
+    @property
+    def _book(self) -> Path:
+        """The book of the life that has begun last."""
+        return self._directory / PUBLISHERS.replace("*", f"life-{self._lives}")
 
     def _living(self) -> "_Life":
         assert self._life is not None

@@ -1234,6 +1234,7 @@ class FollowRunRequest(_message.Message):
     CUT_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     MORE_DIGESTS_FIELD_NUMBER: _builtins.int
+    PUBLICATION_FIELD_NUMBER: _builtins.int
     shard_index: _builtins.int
     """Which shard asks."""
     num_shards: _builtins.int
@@ -1244,6 +1245,8 @@ class FollowRunRequest(_message.Message):
     """How long the answer may wait for news, in seconds."""
     cut: _builtins.int
     """The newest cut that this shard has taken part in, as in the news; 0 for none."""
+    publication: _builtins.str
+    """Of a feed: the publication that this version is. A cut is of one publication."""
     @_builtins.property
     def version(self) -> Global___ShardVersion:
         """Its version in that cut, with the digest for the first of the data types of the news."""
@@ -1262,10 +1265,11 @@ class FollowRunRequest(_message.Message):
         cut: _builtins.int = ...,
         version: Global___ShardVersion | None = ...,
         more_digests: _abc.Iterable[_builtins.bytes] | None = ...,
+        publication: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "known", b"known", "more_digests", b"more_digests", "num_shards", b"num_shards", "shard_index", b"shard_index", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "known", b"known", "more_digests", b"more_digests", "num_shards", b"num_shards", "publication", b"publication", "shard_index", b"shard_index", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1583,6 +1587,7 @@ class DownloadHeader(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     LENGTH_FIELD_NUMBER: _builtins.int
     BUFFER_BYTES_FIELD_NUMBER: _builtins.int
+    PUBLICATION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     generation: _builtins.int
@@ -1599,6 +1604,8 @@ class DownloadHeader(_message.Message):
     """Elements that it owns."""
     buffer_bytes: _builtins.int
     """Bytes of all buffers that follow; 0 where there are none."""
+    publication: _builtins.str
+    """Of a feed: the publication that this version is, the same text at all shards that have the same one."""
     @_builtins.property
     def layout(self) -> Global___ModelLayout:
         """The model's tensors."""
@@ -1615,10 +1622,11 @@ class DownloadHeader(_message.Message):
         start: _builtins.int = ...,
         length: _builtins.int = ...,
         buffer_bytes: _builtins.int = ...,
+        publication: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_bytes", b"buffer_bytes", "generation", b"generation", "layout", b"layout", "length", b"length", "num_shards", b"num_shards", "run_id", b"run_id", "shard_index", b"shard_index", "start", b"start", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_bytes", b"buffer_bytes", "generation", b"generation", "layout", b"layout", "length", b"length", "num_shards", b"num_shards", "publication", b"publication", "run_id", b"run_id", "shard_index", b"shard_index", "start", b"start", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
