@@ -15,7 +15,6 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.frames import WireForm
 from psservice.cuts.cut_view import Changes, CutView, Find, values_of
 from psservice.cuts.shadow import ReaderType, Shadow
-from psservice.feed.feed_shard import FeedShard
 from psservice.model.parameters import rounded_slices
 from psservice.model.shared_results import SharedResults
 from psservice.replies.exact_reply import ModelValues, Reserve
@@ -68,8 +67,7 @@ class ShardCut:
     ) -> None:
         self.number, self.model, self.made = number, shadow.model, made
         self.version, self.generation = shadow.version, shadow.model.generation
-        model = self.model
-        self.publication = model.publication_at(self.version) if isinstance(model, FeedShard) else ""
+        self.publication = self.model.publication_at(self.version)
         views = {dtype: shadow.views[dtype] for dtype in types}
         self.buffers = pack(buffers[spec.name] for spec in self.model.layout.buffers) if buffers else b""
         digest = hashlib.blake2b(self.buffers, digest_size=_BUFFERS_DIGEST_BYTES).digest()

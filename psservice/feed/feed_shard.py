@@ -66,11 +66,11 @@ class FeedShard(ModelShard):
 
     @property
     def publication(self) -> str:
-        """The publication that the words are: a text that is the same at all shards, and no other's."""
+        """The publication that the words are."""
         return self.publication_at(self.version)
 
     def publication_at(self, version: int) -> str:
-        """Return the publication that a version of this history is; empty if that is not known. From any thread."""
+        """Return the publication that a version of this history is; empty if that is not known."""
         last = self.staged.published
         name = last[1] if last[0] == version else self._names.get(version)
         return "" if name is None else self._named(version, name)

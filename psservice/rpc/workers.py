@@ -31,7 +31,6 @@ from pscore.wire.messages import PROTOCOL_VERSION, layout_to_message, place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.awaiting import NotYetError
 from psservice.data_leases.codec import answer_to_message, finished_of, sample_request_of
-from psservice.feed.feed_shard import FeedShard
 from psservice.membership.leases import Member
 from psservice.memory_budget import Reservation, default_limit
 from psservice.replies.reply_session import PullRequest, Reply
@@ -175,7 +174,7 @@ class WorkerCalls:
                     start=model.span.start,
                     length=model.span.length,
                     buffer_bytes=packed_bytes(specs),
-                    publication=model.publication_at(copy.version) if isinstance(model, FeedShard) else "",
+                    publication=model.publication_at(copy.version),
                 )
             )
             checksum, size, end = frames.Checksum(), MessageSize(self._settings.chunk_bytes), model.span.start

@@ -9,7 +9,6 @@ import secrets
 
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import sibling_generation
-from psservice.feed.feed_shard import FeedShard
 from psservice.model.parameters import ModelShard
 from psservice.shard import model_install
 from psservice.shard.shard import Rollback, Shard
@@ -40,7 +39,7 @@ def prepare(shard: Shard, version: int | None, checkpoint: str, publication: str
     with shard.join_lock:
         model_install.claim(shard)
     past, model = history.state, history.model
-    publication = model.publication if isinstance(model, FeedShard) else ""  # of its own history
+    publication = model.publication_at(model.version)  # of its own history
 
     def make() -> ShardState:
         old = shard.require_model(None)
