@@ -28,6 +28,7 @@ from verify.failpoint.descriptors import NoDescriptors
 from verify.failpoint.disk import Disk
 from verify.failpoint.full_disk import FullDisk
 from verify.failpoint.kills import Kills
+from verify.feeds import Feeds
 from verify.plan import Plan, Result
 from verify.traffic.team import TrainerFailedError
 from verify.training import Training
@@ -35,9 +36,11 @@ from verify.training import Training
 _KINDS = ((2, "interval", "topk"), (1, "always", "auto"), (1, "interval", "exact"), (2, "always", "exact"))
 _FEWEST_KILLS = 3
 """Of a campaign; with fewer in all there are fewer campaigns."""
-_SCENARIOS = ("kills", "disk", "fsync", "descriptors", "flips", "training", "backups")
+_SCENARIOS = ("kills", "disk", "fsync", "descriptors", "flips", "training", "backups", "feeds")
 _TRAINING_SHARE, _MOST_TRAINERS = 12, 4  # a trainer costs seconds of a core to start
 _FLIP_WORKERS = 2
+_FEEDS, _FOLLOWERS = (("octets", 2, 0.5), ("halves", 2, 0.3), ("octets", 1, 0.2)), 4
+"""Layouts of feeds, their shards, and their shares of the faults."""
 _NARROWEST = 160
 _BROKEN = (
     StartFailedError,
@@ -57,6 +60,8 @@ _NOTES = (
     "psclient: pushes of all lives against the servers' versions; each replica against the model after the last pull",
     "backups: no push is counted, since those behind a copy are gone with it; each replica against the model after the "
     "last pull",
+    "feeds: what followers held, and what fresh reads of the shards had, against the models that publishers had "
+    "written down before they published them, bit for bit",
     "clocks: the wall clock of the servers' own code is moved by up to ten years, at starts and while they run "
     "(failpoint/skewed_clock.py); the system's clock is not touched, and the monotonic one, which leases use, "
     "has no steps",
@@ -155,6 +160,14 @@ def _scenarios(
         for down_mode in ("exact", "topk"):
             plan = _plan(options, f"backups, 2 shards, {down_mode}", 2, "interval", 2 * options.rounds, down_mode)
             add(replace(plan, workers=min(options.workers, _MOST_TRAINERS)), Backups)
+    if "feeds" in options.only:
+        for layout, shards, share in _FEEDS:
+            name = f"feed, {shards} shard{'s' if shards > 1 else ''}, {layout}"
+            plan = _plan(options, name, shards, "always" if shards == 1 else "interval", 0)
+            add(
+                replace(plan, readers=_FOLLOWERS, faults=round(options.faults * share)),
+                lambda plan, where, say, layout=layout: Feeds(plan, where, say, layout),  # type: ignore[misc]
+            )
     return found
 
 
@@ -174,7 +187,9 @@ def _plans(options: argparse.Namespace) -> list[Plan]:
     ]
 
 
-def _plan(options: argparse.Namespace, name: str, shards: int, fsync: str, kills: int, down_mode: str) -> Plan:
+def _plan(
+    options: argparse.Namespace, name: str, shards: int, fsync: str, kills: int, down_mode: str = "exact"
+) -> Plan:
     return Plan(
         name,
         shards,
@@ -198,6 +213,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rounds", type=int, default=2, help="in which room, and descriptors, are used up; half of the restores"
     )
+    parser.add_argument("--faults", type=int, default=60, help="of servers, in the campaigns of feeds, all together")
     parser.add_argument("--flips", type=int, default=0, help="bits flipped; 0 for one in every place")
     parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
     parser.add_argument(

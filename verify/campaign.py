@@ -16,13 +16,14 @@ from verify.client import wire
 from verify.client.caller import Caller, StuckError, settle_for
 from verify.cluster.servers import Servers
 from verify.failpoint.network import Network
+from verify.failpoint.restarts import kill_and_start
 from verify.failpoint.torment import Torment
 from verify.model.reference import judge
 from verify.plan import Plan, Result
 from verify.traffic import book
 from verify.traffic.crew import Crew
 from verify.traffic.pusher import Pusher
-from verify.traffic.readers import Readers
+from verify.traffic.readers import Readers, Reaper, run_options
 from verify.validate import server_readings
 
 LEASE_SECONDS = 2.0
@@ -118,9 +119,13 @@ class Campaign:
                 lease=LEASE_SECONDS,
             )
             readers = Readers(
-                network.addresses, self.directory, plan.readers, size=plan.size, seed=self.rng.getrandbits(32)
+                network.addresses,
+                self.directory,
+                plan.readers,
+                run_options(plan.size),
+                seed=self.rng.getrandbits(32),
             )
-            with readers, torment:
+            with readers, Reaper(readers, self.rng.getrandbits(32)), torment:
                 self._misfortune.strike(self)
             self._take_from(readers)
             self.say("everybody settles and leaves")
@@ -144,21 +149,7 @@ class Campaign:
 
     def kill(self, chosen: Sequence[int], again_after: float | None = None) -> None:
         """Kill shards and start them again; the first once more after some seconds, where it still recovers or not."""
-        for shard in chosen:
-            self.servers.kill(shard)
-            self.result.faults["servers killed"] += 1
-        started = time.monotonic()
-        for shard in chosen:
-            self.servers.start(shard)
-        if again_after is not None:
-            threading.Event().wait(again_after)
-            self.servers.kill(chosen[0])
-            self.result.faults["servers killed"] += 1
-            self.result.faults["of these, while they recovered"] += 1
-            self.servers.start(chosen[0])
-        for shard in chosen:
-            self.servers.await_ready(shard)
-        self.result.recovery_seconds.append(time.monotonic() - started)
+        kill_and_start(self.servers, self.result, chosen, again_after)
         for shard in chosen:
             self.look(shard)
 

@@ -1,9 +1,10 @@
 """What a campaign is told to do, and what came of it."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from verify.validate.feed_verdict import FeedVerdict
 from verify.validate.verdict import Verdict
 
 
@@ -22,6 +23,7 @@ class Plan:
         seed: of everything that is drawn.
         down_mode: how pulls are answered.
         readers: that follow the model meanwhile, and are killed.
+        faults: of the servers, in a campaign of feeds; others come beside them.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Plan:
     seed: int
     down_mode: str = "exact"
     readers: int = 0
+    faults: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class Result:
     Attributes:
         name: of the campaign.
         verdicts: of each shard.
+        feeds: verdicts on feeds.
         faults: what was done, and how often.
         network: what connections went through.
         troubles: calls that failed and were made again, by why.
@@ -70,6 +74,7 @@ class Result:
 
     name: str
     verdicts: list[Verdict] = field(default_factory=list)
+    feeds: list[FeedVerdict] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
     network: dict[str, int] = field(default_factory=dict)
     troubles: Counter[str] = field(default_factory=Counter)
@@ -85,8 +90,9 @@ class Result:
         return (
             not self.failures
             and self.generations == 1
-            and bool(self.verdicts)
+            and bool(self.verdicts or self.feeds)
             and all(verdict.good for verdict in self.verdicts)
+            and all(verdict.good for verdict in self.feeds)
         )
 
     def total(self, what: str) -> int:
@@ -100,9 +106,11 @@ class Result:
             {name: getattr(verdict, name) for name in (*verdict.__slots__, "bit_identical", "good")}
             for verdict in self.verdicts
         ]
+        feeds = [asdict(verdict) | {"good": verdict.good} for verdict in self.feeds]
         trials = [{name: getattr(trial, name) for name in trial.__slots__} for trial in self.trials]
         return plain | {
             "verdicts": verdicts,
+            "feeds": feeds,
             "trials": trials,
             "faults": dict(self.faults),
             "troubles": dict(self.troubles),

@@ -26,6 +26,23 @@ _FIGURES = (
     ("different", "different"),
 )
 
+_FEED_FIGURES = (
+    ("begun", "begun"),
+    ("acknowledged", "acknowl."),
+    ("in_doubt", "in doubt"),
+    ("versions", "versions checked"),
+    ("claims", "claims"),
+    ("looks", "reads"),
+    ("downloads", "downloads"),
+    ("restores", "taken back"),
+    ("nobodys", "nobody's"),
+    ("mixed", "mixed"),
+    ("renamed", "two models"),
+    ("lost", "lost"),
+    ("went_back", "back"),
+    ("late", "late"),
+)
+
 
 def show(console: Console, results: Sequence[Result], notes: Sequence[str]) -> None:
     """Print the tables, and everything that is wrong."""
@@ -33,12 +50,16 @@ def show(console: Console, results: Sequence[Result], notes: Sequence[str]) -> N
     table.add_column("campaign")
     for title in ("kills", *(title for _, title in _FIGURES), "bit-identical", "seconds"):
         table.add_column(title, justify="right")
-    for result in results:
+    pushes = [result for result in results if not result.feeds]
+    for result in pushes:
         figures = [f"{result.total(name):,}" for name, _ in _FIGURES]
         identical = bool(result.verdicts) and all(verdict.bit_identical for verdict in result.verdicts)
         kills = str(result.faults["servers killed"])
         table.add_row(result.name, kills, *figures, "yes" if identical else "NO", f"{result.seconds:.0f}")
-    console.print(table)
+    if pushes:
+        console.print(table)
+    if len(pushes) < len(results):
+        console.print(_table_of_feeds([result for result in results if result.feeds]))
     done = Table(title="What was done to it", title_justify="left", box=box.SIMPLE)
     done.add_column("")
     done.add_column("times", justify="right")
@@ -52,6 +73,23 @@ def show(console: Console, results: Sequence[Result], notes: Sequence[str]) -> N
         console.print(f"- {note}", markup=False, highlight=False, style="dim")
     for wrong in problems(results):
         console.print(f"WRONG: {wrong}", markup=False, highlight=False, style="red")
+
+
+def _table_of_feeds(results: Sequence[Result]) -> Table:
+    table = Table(title="Every publication accounted for, feed by feed", title_justify="left", box=box.SIMPLE)
+    table.add_column("campaign")
+    for title in ("kills", *(title for _, title in _FEED_FIGURES), "good", "seconds"):
+        table.add_column(title, justify="right")
+    for result in results:
+        figures = [f"{feed_total(result, name):,}" for name, _ in _FEED_FIGURES]
+        kills = str(result.faults["servers killed"])
+        table.add_row(result.name, kills, *figures, "yes" if result.good else "NO", f"{result.seconds:.0f}")
+    return table
+
+
+def feed_total(result: Result, what: str) -> int:
+    """Sum a figure of a result's verdicts on feeds."""
+    return sum(int(getattr(feed, what)) for feed in result.feeds)
 
 
 def _table_of_trials(trials: Sequence[Trial]) -> Table:
@@ -82,6 +120,7 @@ def problems(results: Sequence[Result]) -> list[str]:
             found.append(f"{result.name}: a shard began {result.generations - 1} new histories")
         for shard, verdict in enumerate(result.verdicts):
             found += [f"{result.name}, shard {shard}: {note}" for note in verdict.notes]
+        found += [f"{result.name}: {note}" for feed in result.feeds for note in feed.notes]
         if not result.good and not found:
             found.append(f"{result.name}: the accounts do not agree")
     return found
@@ -94,6 +133,7 @@ def write(path: Path, facts: dict[str, Any], results: Sequence[Result], notes: S
         **facts,
         "good": all(result.good for result in results),
         "totals": total,
+        "feeds": {name: sum(feed_total(result, name) for result in results) for name, _ in _FEED_FIGURES},
         "faults": faults(results),
         "problems": problems(results),
         "notes": list(notes),

@@ -15,6 +15,7 @@ from verify.client import wire
 from verify.client.caller import Caller
 from verify.cluster.servers import Servers
 from verify.failpoint.network import Network
+from verify.failpoint.restarts import kill_and_start
 from verify.failpoint.torment import Torment
 from verify.plan import Plan, Result
 from verify.traffic.team import Team, Trainer, TrainerFailedError
@@ -79,13 +80,7 @@ class Training:
         for number in range(self.plan.kills):
             self.say(f"{number} of {self.plan.kills} kills")
             threading.Event().wait(self._rng.uniform(*_UP_SECONDS))
-            shard = self._rng.randrange(self.plan.shards)
-            began = time.monotonic()
-            servers.kill(shard)
-            servers.start(shard)
-            servers.await_ready(shard)
-            self.result.faults["servers killed"] += 1
-            self.result.recovery_seconds.append(time.monotonic() - began)
+            kill_and_start(servers, self.result, [self._rng.randrange(self.plan.shards)])
         threading.Event().wait(_UP_SECONDS[1])
 
     def _account(self, servers: Servers, team: Team) -> None:

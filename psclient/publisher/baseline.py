@@ -4,6 +4,7 @@ The file is as long as the model. Beside it, ``NAME.json`` says which version of
 are written once a version is published. A file whose digest is another is not believed.
 """
 
+import fcntl
 import json
 import os
 import secrets
@@ -38,6 +39,8 @@ class Held(NamedTuple):
 class Baseline:
     """The words of one version of a feed, in a file.
 
+    The file is locked: another publisher would change words that this one compares with.
+
     Args:
         path: of the file; empty for one that is gone with this object.
 
@@ -56,6 +59,12 @@ class Baseline:
                 self._descriptor, name = mkstemp(prefix="psclient-", suffix=".baseline")
                 self._path = Path(name)
                 os.unlink(name)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._descriptor)
+            raise ConfigurationError(
+                f"another publisher has the baseline {path}: end it, or name another file"
+            ) from None
         except OSError as error:
             raise ConfigurationError(f"cannot keep a baseline at {path}: {error}; name another file") from error
         self._octets: Octets = np.empty(0, np.uint8)

@@ -1,6 +1,7 @@
 """The server's model as a state dict or a file, without a lease."""
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch
 
 from psclient import settings as client_settings
-from psclient.errors import ConfigurationError, from_refusal
+from psclient.errors import ConfigurationError, ServerNotReadyError, from_refusal
 from psclient.executor import SerialExecutor
 from psclient.rpc.channel import Connection, RetryPolicy
 from psclient.rpc.resolver import connect
@@ -29,6 +30,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 log = logging.getLogger("psclient")
 
 _KEPT_BYTES = 31 << 20  # glibc returns a freed block of 32 MiB or more to the system in any case
+_AGAIN_SECONDS = 0.1  # in which the other shards of a feed hear of what shard 0 has published
 _WAIT_LONGER = "Raise --timeout (patience_seconds) to wait longer"
 
 
@@ -49,6 +51,8 @@ def download(
 ) -> modelfile.StateDict:
     """Fetch the server's model as a state dict: ``model.load_state_dict(psclient.download("host:50051"))``.
 
+    Of a feed it is one version.
+
     Args:
         server: the address of each shard, as for an optimizer.
         settings: how the connection is secured; the default comes from the environment.
@@ -61,7 +65,7 @@ def download(
 
     Raises:
         ServerUnreachableError: no answer.
-        ServerNotReadyError: the server has no model yet.
+        ServerNotReadyError: the server has no model yet, or the shards of a feed no one version.
         ConfigurationError: the addresses are not those of all shards of one model.
         AccessError: the server asks for another token.
     """
@@ -72,13 +76,31 @@ def download(
         lambda: None,
     )
     threads += [SerialExecutor("psclient-download") for _ in connections[1:]]
-    fetching = [
-        thread.submit(partial(_fetch, each, patience_seconds, deadline_seconds))
-        for thread, each in zip(threads, connections, strict=True)
-    ]
-    parts = [each.result() for each in fetching]  # an interrupt leaves threads behind that end with their calls
+    end = time.monotonic() + patience_seconds
+    try:
+        while True:
+            fetching = [
+                thread.submit(partial(_fetch, each, patience_seconds, deadline_seconds))
+                for thread, each in zip(threads, connections, strict=True)
+            ]
+            parts = [each.result() for each in fetching]  # an interrupt leaves threads that end with their calls
+            headers = [part.header for part in parts]
+            _check_places(connections, headers)
+            versions = [header.version for header in headers]
+            publications = {header.publication for header in headers}
+            if not parts[0].layout.word_bytes or (len(publications) == 1 and "" not in publications):
+                break
+            if time.monotonic() > end:
+                raise ServerNotReadyError(
+                    f"the shards of the feed had versions {versions}, and in {patience_seconds:.0f} s no common one: a "
+                    "version is published while they are read, or one of them lacks it until the next is published. "
+                    "`psclient follow --once` waits for one version and fetches it whole"
+                )
+            time.sleep(_AGAIN_SECONDS)
+    finally:
+        for each in connections:
+            each.close()
     first = parts[0]
-    _check_places(connections, [part.header for part in parts])
     if first.layout.frozen:
         log.warning(
             "%d frozen parameters (%s, ...) are not on the server: what it has are the trained tensors; load them over "
@@ -146,10 +168,7 @@ def _fetch(connection: Connection, patience_seconds: float, deadline_seconds: fl
         finally:
             stream.close()
 
-    try:
-        part = connection.call(policy, attempt)
-    finally:
-        connection.close()
+    part = connection.call(policy, attempt)
     if isinstance(part, Rejected):
         raise from_refusal(part) from None
     return part

@@ -77,9 +77,7 @@ def restore(clients: ShardClients, options: Namespace) -> int:
     request = pb.RestoreModelRequest(checkpoint=options.checkpoint or "")
     if options.version is not None:
         request = pb.RestoreModelRequest(version=options.version)
-
-    request.step = pb.RESTORE_STEP_PREPARE
-    prepared = clients.all("RestoreModel", request, [*fleet.reached])
+    prepared = _prepare_restore(clients, [*fleet.reached], request)
     unable = [each for each in prepared if each.error is not None]
     step = pb.RESTORE_STEP_ABANDON if unable else pb.RESTORE_STEP_COMMIT
     following = {
@@ -93,6 +91,18 @@ def restore(clients: ShardClients, options: Namespace) -> int:
     return report(
         done, lambda answer: f"back at version {answer.version}; workers pull it with their next step", options
     )
+
+
+def _prepare_restore(clients: ShardClients, addresses: Sequence[str], request: pb.RestoreModelRequest) -> list[Outcome]:
+    """Have shards, shard 0 first, prepare a restore; those of a feed go back to the publication that shard 0 had."""
+    request.step = pb.RESTORE_STEP_PREPARE
+    first, *others = addresses
+    prepared = [clients.one(first, "RestoreModel", request)]
+    answer = prepared[0].answer
+    if answer is not None and answer.publication:
+        step, version = pb.RESTORE_STEP_PREPARE, answer.version
+        request = pb.RestoreModelRequest(step=step, version=version, publication=answer.publication)
+    return prepared + (clients.all("RestoreModel", request, others) if answer is not None else [])
 
 
 def evict(clients: ShardClients, options: Namespace) -> int:

@@ -45,11 +45,15 @@ class Wanted(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A shard's part of a cut as shards tell it: digests in the order of the types that are wanted."""
+    """A shard's part of a cut as shards tell it: digests in the order of the types that are wanted.
+
+    ``publication`` is that of a feed that the version is.
+    """
 
     generation: int
     version: int
     digests: tuple[bytes, ...]
+    publication: str = ""
 
 
 class Cut(NamedTuple):
@@ -411,9 +415,13 @@ def _view_bytes(model: ModelShard, dtype: ReaderType) -> int:
 
 
 def _may_be_a_cut(model: ModelShard, parts: Collection[Part]) -> bool:
-    """Tell whether readers may have parts together: those of a feed if all are of one version."""
-    return not model.mode.is_feed or len({part.version for part in parts}) == 1
+    """Tell whether readers may have parts together: those of a feed if all are of one publication.
+
+    A restore of which one shard did not hear leaves shards that may have one number for two publications.
+    """
+    publications = {part.publication for part in parts}
+    return not model.mode.is_feed or (len(publications) == 1 and "" not in publications)
 
 
 def _part_of(cut: ShardCut) -> Part:
-    return Part(cut.generation, cut.version, tuple(view.digest for view in cut.views.values()))
+    return Part(cut.generation, cut.version, tuple(view.digest for view in cut.views.values()), cut.publication)

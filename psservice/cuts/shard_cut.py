@@ -50,6 +50,7 @@ class ShardCut:
     Attributes:
         number: names the cut at all shards.
         version, generation: of the shard's values.
+        publication: that they are; empty if the run is no feed.
         values: at this version.
         views: by the readers' data type, in the order of ``types``.
         buffers: the model's buffers, end to end; ``buffers_digest`` is theirs; both empty if there are none.
@@ -66,6 +67,7 @@ class ShardCut:
     ) -> None:
         self.number, self.model, self.made = number, shadow.model, made
         self.version, self.generation = shadow.version, shadow.model.generation
+        self.publication = self.model.publication_at(self.version)
         views = {dtype: shadow.views[dtype] for dtype in types}
         self.buffers = pack(buffers[spec.name] for spec in self.model.layout.buffers) if buffers else b""
         digest = hashlib.blake2b(self.buffers, digest_size=_BUFFERS_DIGEST_BYTES).digest()

@@ -278,13 +278,13 @@ class Durability:
         log.info("checkpoint deleted", extra={"checkpoint": checkpoint, "path": str(found.path)})
         return found
 
-    def replay_to(self, version: int | None, checkpoint: str) -> Past:
-        """Return the shard as it was at a version or in a checkpoint; raises ``NO_SUCH_CHECKPOINT``."""
+    def replay_to(self, version: int | None, checkpoint: str, publication: str = "") -> Past:
+        """Return the shard as it was at a version (of a publication) or in a checkpoint (``NO_SUCH_CHECKPOINT``)."""
         data_dir = self._require_dir()
         where = (data_dir.path, data_dir.files, self._shard.device, self._settings.shard)
         with self._snapshotting:  # nothing is removed meanwhile
             try:
-                return replay_to(*where, version, checkpoint, self._environment.monotonic)
+                return replay_to(*where, version, checkpoint, self._environment.monotonic, publication)
             except StorageError as error:
                 raise Rejected(ErrorCode.NO_SUCH_CHECKPOINT, str(error)) from error
 

@@ -14,6 +14,7 @@ import torch
 from pscore.model import modelfile
 from psservice.durability.replay import Past
 from psservice.durability.storage_error import or_storage_error
+from psservice.feed.feed_shard import FeedShard
 from psservice.settings import ShardSettings
 from psservice.storage.files import DISK, Files, StorageError
 from psservice.storage.lock_file import Watermark
@@ -31,10 +32,12 @@ def replay_to(
     version: int | None,
     checkpoint: str,
     clock: Callable[[], float] = time.monotonic,
+    publication: str = "",
 ) -> Past:
     """Replay a shard to a version (of its newest history that had it), to a checkpoint, or to the end.
 
-    Raises :class:`StorageError` if that is not kept, or is damaged.
+    Of a feed the version may be that of a publication, which the shard may have staged only. Raises
+    :class:`StorageError` if that is not kept, or is damaged.
     """
     if version is None and not checkpoint:
         newest = newest_source(directory, files)
@@ -55,7 +58,10 @@ def replay_to(
             with or_storage_error(directory):
                 source = RecoverySource(directory, files, kept, snapshot, Watermark())
                 past = Past(source, device, settings, clock)
-                past.replay_to(first.version if version is None else version)
+                if publication:
+                    past.replay_to_publication(publication)
+                else:
+                    past.replay_to(first.version if version is None else version)
                 past.apply_settings()
         except StorageError as error:
             log.debug("not from this snapshot", extra={"path": str(snapshot.path), "error": str(error)})
@@ -67,7 +73,8 @@ def replay_to(
     there = f"there are snapshots of version {names}" if kept else "there are no snapshots"
     if version is None:
         raise StorageError(f"{directory} has no whole snapshot of checkpoint {checkpoint!r}: {there}{why}")
-    raise StorageError(f"version {version} is not covered by what {directory} keeps: {there}{why}")
+    what = f"version {version}" + (f" (publication {publication})" if publication else "")
+    raise StorageError(f"{what} is not covered by what {directory} keeps: {there}{why}")
 
 
 def _shard_directories(data_dir: Path) -> list[Path]:
@@ -86,10 +93,15 @@ def _shard_directories(data_dir: Path) -> list[Path]:
 
 
 def replay_shards(data_dir: Path, version: int | None = None, checkpoint: str = "") -> list[Past]:
-    """Replay every shard as :func:`replay_to` does; raises :class:`StorageError`."""
+    """Replay every shard as :func:`replay_to` does, of a feed to the publication of shard 0 (``StorageError``)."""
     shards: list[Past] = []
+    publication = ""
     for directory in _shard_directories(data_dir):
-        shard = replay_to(directory, DISK, torch.device("cpu"), ShardSettings(), version, checkpoint)
+        first = shards[0].model if shards else None
+        if isinstance(first, FeedShard):
+            version, checkpoint, publication = first.version, "", first.publication
+        where = (directory, DISK, torch.device("cpu"), ShardSettings())
+        shard = replay_to(*where, version, checkpoint, publication=publication)
         runs = {each.state.run.run_id for each in (*shards, shard)} - {""}  # a new shard may not know it
         if shards and (len(runs) > 1 or shard.model.layout.fingerprint != shards[0].model.layout.fingerprint):
             raise StorageError(f"{directory} belongs to another run than {shards[0].snapshot.path.parents[1]}")

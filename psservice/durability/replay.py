@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError
 
 from pscore.wire.errors import Rejected
 from psservice.durability.capture import model_from, restore
+from psservice.feed.feed_shard import FeedShard
 from psservice.model.changelog import Change
 from psservice.model.parameters import ModelShard, on_device
 from psservice.rules.changed import changed_by
@@ -81,6 +82,13 @@ class Past:
         """Replay up to a version, or everything; see :meth:`replay`."""
         for _ in self.replay(version):
             pass
+
+    def replay_to_publication(self, publication: str) -> None:
+        """Replay up to a publication of a feed; raises :class:`StorageError` if it is not covered."""
+        for _ in chain([0], self.replay()):
+            if isinstance(self.model, FeedShard) and self.model.bring_to(publication):
+                return
+        raise StorageError(f"publication {publication} is not covered")
 
     def versions_dropped(self) -> int:
         """Count the versions behind the damage, as far as their records can be read."""

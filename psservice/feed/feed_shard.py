@@ -1,13 +1,18 @@
 """A shard of a feed: the words of the version that is published, and those of the next one, staged."""
 
+import hashlib
 from collections.abc import Collection
 from dataclasses import replace
 
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.telemetry.tracing import traced
+from pscore.wire.generation import epoch
 from psservice.model.parameters import ModelPart, ModelShard
 from psservice.rules.base import PLAIN, PushContext, RuleState
+
+_NAME_DIGITS = 24
+_MOST_NAMES = 64
 
 
 class Staged:
@@ -57,6 +62,27 @@ class FeedShard(ModelShard):
         super().__post_init__()
         self.staged, self.lacks = Staged(self.span), 0
         self.staged.published = self.version, ""
+        self._names: dict[int, str] = {}  # of the pushes that had staged the last versions
+
+    @property
+    def publication(self) -> str:
+        """The publication that the words are."""
+        return self.publication_at(self.version)
+
+    def publication_at(self, version: int) -> str:
+        """Return the publication that a version of this history is; empty if that is not known."""
+        last = self.staged.published
+        name = last[1] if last[0] == version else self._names.get(version)
+        return "" if name is None else self._named(version, name)
+
+    def bring_to(self, publication: str) -> bool:
+        """Tell whether the words are a publication; one that is staged, and shard 0 has published, they become."""
+        if self.staged.version and self._named(self.staged.version, self.staged.name) == publication:
+            self.publish()
+        return self.publication == publication
+
+    def _named(self, version: int, name: str) -> str:
+        return f"{epoch(self.generation)}-{version}-{hashlib.sha256(name.encode()).hexdigest()[:_NAME_DIGITS]}"
 
     def version_after(self, base_version: int) -> int:
         """Return the version that a publication will be: the one behind its base."""
@@ -74,6 +100,8 @@ class FeedShard(ModelShard):
         """Make the staged publication the feed's version, and return that; raises ``ValueError`` if there is none."""
         if not self.staged.version:
             raise ValueError("nothing is staged")
+        self._names[self.staged.version] = self.staged.name  # first: others look it up for the version that they see
+        self._names.pop(min(self._names) if len(self._names) > _MOST_NAMES else -1, None)
         version = self.apply(self.staged.words, version=self.staged.version)  # shards that lack versions catch up
         self.staged.published = version, self.staged.name
         self.staged.clear()

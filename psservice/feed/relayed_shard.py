@@ -43,10 +43,22 @@ class RelayedShard(ModelShard):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.cut = RelayedCut()
+        self._named = -1, ""
+
+    def publication_at(self, version: int) -> str:
+        """Return the name of the source's cut that a version is of; empty if that is not known any more."""
+        name = self._named
+        return name[1] if name[0] == version else ""
 
     def relay(self, shards: Sequence[Place]) -> None:
         """Note of which cut the version is."""
         self.cut.shards = (*shards,)
+        self._named = self.version, "-".join(f"{each.generation:x}.{each.version}" for each in shards)
+
+    def restore(self, state: RuleState) -> None:
+        """Restore an exported state; raises ``ValueError`` or ``KeyError`` if the state does not fit."""
+        super().restore(state)
+        self.relay(self.cut.shards)
 
     def _parts(self) -> dict[str, ModelPart]:
         return {**super()._parts(), "cut": self.cut}

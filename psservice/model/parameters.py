@@ -159,6 +159,13 @@ class ModelShard:
         """Whether nothing but another version changes what :meth:`open_values` copies."""
         return True
 
+    def publication_at(self, version: int) -> str:
+        """Return the publication that a version of a feed is; empty if the run is no feed, or that is not known.
+
+        It is the same text at all shards that have the same one, and at no others. From any thread.
+        """
+        return ""
+
     def changes_between(self, version: int, until: int) -> list[ChangedIndices] | None:
         """Return what the versions after ``version``, up to ``until``, have changed of what :meth:`open_values` copies.
 

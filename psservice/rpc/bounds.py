@@ -97,7 +97,8 @@ _NAMES: Mapping[str, Mapping[str, bool]] = {
     "FinishRunRequest": {"run_id": True},
     "TakeSnapshotRequest": {"checkpoint": True},
     "DeleteCheckpointRequest": {"checkpoint": False},
-    "RestoreModelRequest": {"checkpoint": True, "ticket": True},
+    "FollowRunRequest": {"publication": True},
+    "RestoreModelRequest": {"checkpoint": True, "ticket": True, "publication": True},
     "EvictWorkerRequest": {"worker_id": False},
     "AwaitCutRequest": {"reader": True},
 }

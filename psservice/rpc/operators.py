@@ -102,9 +102,14 @@ class OperatorCalls:
             return pb.RestoreModelResponse(version=model.version, generation=model.generation)
         if request.step != pb.RESTORE_STEP_PREPARE:
             raise Rejected(ErrorCode.BAD_REQUEST, f"{request.step} is no step that this server knows")
-        ready = rollback.prepare(shard, version, request.checkpoint)
+        ready = rollback.prepare(shard, version, request.checkpoint, request.publication)
         call.audit = None
-        return pb.RestoreModelResponse(version=ready.version, generation=ready.generation, ticket=ready.ticket)
+        return pb.RestoreModelResponse(
+            version=ready.version,
+            generation=ready.generation,
+            ticket=ready.ticket,
+            publication=ready.publication,
+        )
 
     def drain(self, call: Call, request: pb.DrainRequest) -> pb.DrainResponse:
         """Close the shard to new changes, or open it again."""

@@ -61,7 +61,8 @@ class ShardCalls:
                 or len(request.more_digests) > 2
             ):
                 raise Rejected(ErrorCode.BAD_REQUEST, "a part of a cut is of a shard, and has a digest of 16 bytes")
-            told = Part(version.generation, version.version, (version.digest, *request.more_digests))
+            digests = version.digest, *request.more_digests
+            told = Part(version.generation, version.version, digests, request.publication)
             shard.cuts.hear(request.shard_index, request.cut, told)
         if request.HasField("relayed") and shard.go_to is not None:
             shard.relay_parts[request.shard_index] = request.relayed.generation, request.relayed.version
@@ -91,6 +92,7 @@ def question_of(shard: Shard, known: int) -> pb.FollowRunRequest:
         version=version,
         more_digests=more,
         relayed=relayed,
+        publication="" if part is None else part.publication,
     )
 
 

@@ -174,6 +174,7 @@ class WorkerCalls:
                     start=model.span.start,
                     length=model.span.length,
                     buffer_bytes=packed_bytes(specs),
+                    publication=model.publication_at(copy.version),
                 )
             )
             checksum, size, end = frames.Checksum(), MessageSize(self._settings.chunk_bytes), model.span.start

@@ -117,8 +117,13 @@ def _answer(shard: Shard, identity: Identity, request: pb.JoinRequest) -> pb.Joi
 
 
 def hear_of_shards(shard: Shard, told: Iterable[pb.ShardHistory]) -> None:
-    """Note what a worker has pulled of the other shards; warn of one that has lost versions."""
+    """Note what a worker has pulled of the other shards; warn of one that has lost versions.
+
+    The publisher of a feed has pulled nothing: it tells what shard 0 has published, and other shards hear of it later.
+    """
     settings, model = shard.settings, shard.model
+    if shard.state.mode.is_feed:
+        return
     for history in told:
         index = history.shard_index
         if model is None or index >= settings.num_shards:

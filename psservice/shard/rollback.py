@@ -26,18 +26,20 @@ def roll_back(shard: Shard, version: int | None, checkpoint: str) -> ModelShard:
     return shard.require_model(None)
 
 
-def prepare(shard: Shard, version: int | None, checkpoint: str) -> Rollback:
+def prepare(shard: Shard, version: int | None, checkpoint: str, publication: str = "") -> Rollback:
     """Write an older model down, as a new generation, which workers pull by themselves, and hold.
 
     What is known of the other shards is forgotten: an operator takes all of them back. The records of pushes stay, so
-    that the repeat of one that was rolled back is not applied anew. Raises :class:`Rejected` (``NO_SUCH_CHECKPOINT``,
+    that the repeat of one that was rolled back is not applied anew. Shards of a feed go back to the ``publication`` of
+    shard 0. Raises :class:`Rejected` (``NO_SUCH_CHECKPOINT``,
     ``NOT_DURABLE``, ``BUSY``); nothing has changed then.
     """
     before = shard.require_model(None)
-    history = shard.durability.replay_to(version, checkpoint)
+    history = shard.durability.replay_to(version, checkpoint, publication)
     with shard.join_lock:
         model_install.claim(shard)
     past, model = history.state, history.model
+    publication = model.publication_at(model.version)  # of its own history
 
     def make() -> ShardState:
         old = shard.require_model(None)
@@ -56,7 +58,14 @@ def prepare(shard: Shard, version: int | None, checkpoint: str) -> Rollback:
     prepared = model_install.prepare(shard, make)
     hold_end = shard.environment.monotonic() + LONGEST_HOLD_SECONDS
     shard.rollback = Rollback(
-        secrets.token_hex(8), prepared, model.version, model.generation, checkpoint, before.version, hold_end
+        secrets.token_hex(8),
+        prepared,
+        model.version,
+        model.generation,
+        publication,
+        checkpoint,
+        before.version,
+        hold_end,
     )
     return shard.rollback
 

@@ -57,6 +57,7 @@ class Rollback:
     Attributes:
         ticket: names it, for the next step.
         version, generation: of the older model.
+        publication: that the older model is; empty if the run is no feed.
         checkpoint: by which it was named; empty if by its version.
         before: the version that is served.
         hold_end: when the shard goes on without it, by the clock of its environment.
@@ -66,6 +67,7 @@ class Rollback:
     prepared: Prepared
     version: int
     generation: int
+    publication: str
     checkpoint: str
     before: int
     hold_end: float

@@ -6,6 +6,8 @@ import torch
 
 from pscore.model.layout import ModelLayout, TensorSpec
 from pscore.model.sparse_slice import SparseSlice
+from pscore.wire import frames
+from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.model.training_mode import TrainingMode
 from psservice.settings import ShardSettings
 from psservice.shard.publication import publish
@@ -70,9 +72,21 @@ def feeding(num_shards=1, values=None, **settings):
 def stage(shard, step, update, base, who=ANNA, *, may_wait=True):
     """Push a publication; return the answer."""
     header, update = push_of(who, step, present(shard), base, 0, [update])
-    answer, _ = shard.apply_thread.run(prepare_push(shard, header, update, may_wait=lambda: may_wait))
+    header.plan.add(start=shard.span.start, length=shard.span.length)
+    messages = _messages(header, update)
+    answer, _ = shard.apply_thread.run(prepare_push(shard, header, update, messages, lambda: may_wait))
     shard.durability.records.wait()
     return answer
+
+
+def _messages(header, update):
+    """Write a publication as its stream has it, for the journal."""
+    checksum, parts = frames.Checksum(), [pb.PushSparseRequest(header=header)]
+    for chunk, _ in frames.encode(update, chunk_bytes=1 << 20) if update is not None else ():
+        checksum.add(chunk)
+        parts.append(pb.PushSparseRequest(chunks=[chunk]))
+    parts.append(pb.PushSparseRequest(commit=checksum.commit()))
+    return [part.SerializeToString() for part in parts]
 
 
 def publish_at(shard, version, who=ANNA):

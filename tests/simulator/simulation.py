@@ -269,9 +269,10 @@ class Simulation:
         for host, version in targets.items():
             host.witness.restoring.add(version)
         self.note(f"a restore to {[*targets.values()]}")
-        tickets = {}
+        tickets, publication = {}, ""  # of shard 0, to which all go back if it is one version
+        is_one = len({*targets.values()}) == 1
         for host, version in targets.items():
-            request = pb.RestoreModelRequest(version=version, step=pb.RESTORE_STEP_PREPARE)
+            request = pb.RestoreModelRequest(version=version, step=pb.RESTORE_STEP_PREPARE, publication=publication)
             try:
                 answer = await self._ask(host, "RestoreModel", request, pb.RestoreModelResponse)
             except RefusedError as refusal:
@@ -279,7 +280,7 @@ class Simulation:
                 answer = None
             if answer is None:
                 break
-            tickets[host] = answer.ticket
+            tickets[host], publication = answer.ticket, answer.publication if is_one else ""
         is_ready = len(tickets) == len(self.hosts)
         step = pb.RESTORE_STEP_COMMIT if is_ready else pb.RESTORE_STEP_ABANDON
         for host, ticket in tickets.items():

@@ -7,7 +7,7 @@ import hashlib
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import grpc
 import numpy as np
@@ -22,7 +22,15 @@ from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 Floats = NDArray[np.float32]
 Offsets = NDArray[np.uint32]
 
+Values = Floats | NDArray[np.uint8] | NDArray[np.uint16] | NDArray[np.uint32]
+
 CHUNK_ENTRIES = 4096
+_DTYPES = {
+    pb.VALUE_CODEC_FP32: "<f4",
+    pb.VALUE_CODEC_WORD8: "<u1",
+    pb.VALUE_CODEC_WORD16: "<u2",
+    pb.VALUE_CODEC_WORD32: "<u4",
+}
 _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 500),
@@ -222,15 +230,15 @@ class Download:
     Attributes:
         version: of these values.
         generation: of the model.
-        start: first index of the shard.
-        values: fp32 ``[length]``.
+        start: first index of the shard, in values.
+        values: ``[length]``: fp32, or the words of a feed.
         layout: the model's, as the server tells it.
     """
 
     version: int
     generation: int
     start: int
-    values: Floats
+    values: Values
     layout: pb.PackedLayout
 
 
@@ -238,26 +246,31 @@ def download(address: str, timeout: float) -> Download:
     """Fetch a shard's values."""
     line = Line(address)
     try:
-        header, values = pb.DownloadHeader(), np.empty(0, np.float32)
+        header, values, came = pb.DownloadHeader(), np.empty(0, np.float32), 0
         for message in line.stub.DownloadModel(pb.DownloadModelRequest(), timeout=timeout):
             kind = message.WhichOneof("message")
             if kind == "header":
                 header = message.header
-                values = np.full(header.length, np.nan, np.float32)
+                layout = pb.ModelLayout.FromString(b"".join(map(zlib.decompress, header.layout.pieces)))
+                width = layout.word_bytes
+                values = np.zeros(header.length, f"<u{width}" if width else "<f4")
             elif kind == "chunk":
                 offsets, piece = entries_of(message.chunk, header.start)
                 values[offsets] = piece
+                came += len(piece)
+        if came != len(values):
+            raise ValueError(f"{came} of {len(values)} values came")
         return Download(header.version, header.generation, header.start, values, header.layout)
     finally:
         line.close()
 
 
-def entries_of(chunk: pb.Chunk, start: int) -> tuple[Offsets, Floats]:
-    """Return a chunk's offsets in a shard that begins at ``start``, and its values."""
-    if chunk.value_codec != pb.VALUE_CODEC_FP32:
-        raise ValueError(f"values in codec {chunk.value_codec}, asked for was fp32")
+def entries_of(chunk: pb.Chunk, start: int) -> tuple[Offsets, Any]:
+    """Return a chunk's offsets in a shard that begins at ``start``, and its values: fp32, or words."""
+    if chunk.value_codec not in _DTYPES:
+        raise ValueError(f"values in codec {chunk.value_codec}, which was not offered")
     first = chunk.start - start
-    values = np.frombuffer(chunk.values, "<f4")
+    values = np.frombuffer(chunk.values, _DTYPES[chunk.value_codec])
     if chunk.index_codec == pb.INDEX_CODEC_DENSE:
         return np.arange(first, first + chunk.length, dtype=np.uint32), values
     if chunk.index_codec == pb.INDEX_CODEC_RAW32:
@@ -265,7 +278,7 @@ def entries_of(chunk: pb.Chunk, start: int) -> tuple[Offsets, Floats]:
     raise ValueError(f"indices in codec {chunk.index_codec}, which was not offered")
 
 
-def digest(values: Floats) -> str:
+def digest(values: Values) -> str:
     """Name an array by its bits."""
     return hashlib.blake2b(values.tobytes(), digest_size=12).hexdigest()
 

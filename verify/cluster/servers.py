@@ -56,12 +56,14 @@ class Servers:
     Attributes:
         told: of each shard that has started: the addresses that it listens on, by purpose.
         syncs: of each shard: the file of :mod:`verify.failpoint.failed_syncs`.
+        coordinator: where the shards dial shard 0; its own address unless another one is set.
     """
 
     def __init__(self, shards: int, data_dir: Path, directory: Path, **settings: object) -> None:
         """Choose the ports; nothing is started yet."""
         self.shards = shards
         self.ports = free_ports(shards)
+        self.coordinator = self.addresses[0]
         self.clocks = [directory / f"clock-{index}" for index in range(shards)]
         for clock in self.clocks:
             skewed_clock.set_error(clock, 0.0)
@@ -104,7 +106,7 @@ class Servers:
                 "listen": self.addresses[shard],
                 "shard_index": shard,
                 "num_shards": self.shards,
-                "coordinator": self.addresses[0],
+                "coordinator": self.coordinator,
                 "ready_fd": write_end,
                 "parent_pid": os.getpid(),
                 "log_format": "json",

@@ -39,12 +39,21 @@ class Torment:
         seed: of all this.
         period: mean seconds between two misfortunes.
         lease: seconds of a worker's lease: some are stopped for longer.
+        who: the crew, in words.
     """
 
     def __init__(
-        self, crew: Victims, network: Network, servers: Servers, *, seed: int, period: float, lease: float
+        self,
+        crew: Victims,
+        network: Network,
+        servers: Servers,
+        *,
+        seed: int,
+        period: float,
+        lease: float,
+        who: str = "workers",
     ) -> None:
-        self._crew, self._network, self._servers = crew, network, servers
+        self._crew, self._network, self._servers, self._who = crew, network, servers, who
         self._rng, self._period, self._lease = random.Random(seed), period, lease
         self._end = threading.Event()
         self._stopped: dict[int, threading.Timer] = {}
@@ -92,7 +101,7 @@ class Torment:
     def _kill_worker(self) -> None:
         number = self._idle()
         if number is not None:
-            self.counts["workers killed"] += 1
+            self.counts[f"{self._who} killed"] += 1
             self._crew.kill(number)
 
     def _stop_worker(self) -> None:
@@ -100,7 +109,8 @@ class Torment:
         if number is None:
             return
         seconds = self._rng.choice((self._rng.uniform(0.1, 0.9), self._rng.uniform(1.1, 1.8))) * self._lease
-        self.counts["workers stopped for longer than their lease" if seconds > self._lease else "workers stopped"] += 1
+        longer = " for longer than a lease" if seconds > self._lease else ""
+        self.counts[f"{self._who} stopped{longer}"] += 1
         self._crew.stop(number)
         timer = self._stopped[number] = threading.Timer(seconds, self._crew.resume, (number,))
         timer.start()

@@ -1,8 +1,8 @@
 """A reader that follows the model and writes down what it holds at every version: ``python -m verify.traffic.reader``.
 
-It follows with a module or with a directory, in fp32 or in bfloat16, through ``psclient``. A line of its notes is a
-shard, its version, and the digest of its values: taken from the module while it is held, or from the files by their
-index. A reader that follows with a directory reads it before it follows, as what its predecessor has left.
+It follows with a module or with a directory, through ``psclient``: a run in fp32 or in bfloat16, or a feed. Its notes
+(:mod:`verify.traffic.notes`) are of what the module is while it is held, or of the files by their index. A reader that
+follows with a directory reads it before it follows, as what its predecessor has left.
 """
 
 import argparse
@@ -12,11 +12,9 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 
@@ -24,56 +22,28 @@ import psclient
 from psclient.errors import FollowerNotReadyError
 from psclient.reader.directory_sink import INDEX
 from psclient.settings import ClientSettings
-from verify.client import wire
+from verify.model.words import LAYOUTS
+from verify.traffic.notes import FeedNotes, Notes, RunNotes, Shards
 
-DIRECTORY_SHARE = 0.5
 _DEADLINE_SECONDS = 5.0
 _HOLD_SECONDS = 0.01
-NOTES = "reader-*.notes"
 
 
-def flat_of(tensors: Iterable[torch.Tensor]) -> wire.Floats:
-    """Lay tensors end to end, in fp32."""
-    return np.concatenate([tensor.detach().float().reshape(-1).numpy() for tensor in tensors])
-
-
-class Notes:
-    """Writes lines of (shard, version, digest) to a file, each at once; ``narrow``: of values in bfloat16."""
-
-    def __init__(self, path: Path, *, narrow: bool) -> None:
-        self._file = path.open("a", encoding="utf-8")
-        self._digest = wire.rounded_digest if narrow else wire.digest
-        self._lock = threading.Lock()
-
-    def add(self, versions: list[int], values: wire.Floats) -> None:
-        """Note a model and the versions of its shards."""
-        count, size = len(versions), len(values)
-        with self._lock:
-            for shard, version in enumerate(versions):
-                part = values[size * shard // count : size * (shard + 1) // count]
-                self._file.write(json.dumps([shard, version, self._digest(part)]) + "\n")
-            self._file.flush()
-
-
-def read(path: Path) -> list[tuple[int, int, str]]:
-    """Return the lines of a reader's notes; the last one may have been cut by a kill."""
-    return [
-        tuple(json.loads(line))
-        for line in path.read_text(encoding="utf-8").splitlines(keepends=True)
-        if line[-1] == "\n"
-    ]
-
-
-def _load(out: Path) -> tuple[list[int], wire.Floats] | None:
+def _load(out: Path) -> tuple[Shards, dict[str, torch.Tensor]] | None:
     """Read a directory as another program does, by its index; ``None`` before the first version."""
     if not (out / INDEX).exists():
         return None
     index: dict[str, Any] = json.loads((out / INDEX).read_text(encoding="utf-8"))
-    tensors = []
+    tensors = {}
     for name, file in index["weight_map"].items():
         with safe_open(out / file, "pt") as opened:
-            tensors.append(opened.get_tensor(name))
-    return [shard[1] for shard in index["metadata"]["sparseps"]["shards"]], flat_of(tensors)
+            tensors[name] = opened.get_tensor(name)
+    shards = index["metadata"]["sparseps"]["shards"]
+    return [(int(generation, 16), version) for generation, version, *_ in shards], tensors
+
+
+def _shards(cut: psclient.Cut) -> Shards:
+    return [(shard.generation, shard.version) for shard in cut.shards]
 
 
 def main() -> int:
@@ -83,14 +53,21 @@ def main() -> int:
     parser.add_argument("--notes", type=Path, required=True)
     parser.add_argument("--out", type=Path, help="follow with this directory; else with a module")
     parser.add_argument("--narrow", action="store_true", help="in bfloat16")
-    parser.add_argument("--size", type=int, required=True)
+    parser.add_argument("--allow-older", action="store_true", help="follow a run that is taken back, too")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--size", type=int, help="elements of the run's model")
+    what.add_argument("--feed", choices=LAYOUTS, help="layout of a feed")
     parser.add_argument("--seed", type=int, required=True)
     options = parser.parse_args()
     stop, parent = threading.Event(), os.getppid()
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
     torch.set_num_threads(1)
-    notes, rng = Notes(options.notes, narrow=options.narrow), random.Random(options.seed)
-    dtype = torch.bfloat16 if options.narrow else torch.float32
+    rng = random.Random(options.seed)
+    notes: Notes = (
+        FeedNotes(options.notes, options.feed)
+        if options.feed
+        else RunNotes(options.notes, options.size, narrow=options.narrow)
+    )
     settings = ClientSettings(server=options.addresses, deadline_seconds=_DEADLINE_SECONDS)
     if options.out is not None:
         found = _load(options.out)
@@ -100,20 +77,21 @@ def main() -> int:
         def note(cut: psclient.Cut) -> None:
             loaded = _load(options.out)
             assert loaded is not None
-            assert loaded[0] == [shard.version for shard in cut.shards]
+            assert loaded[0] == _shards(cut)
             notes.add(*loaded)
 
-        follower = psclient.Follower(None, psclient.DirectorySink(options.out, dtype), settings, on_cut=note)
+        sink = psclient.DirectorySink(options.out, torch.bfloat16 if options.narrow else None)
+        follower = psclient.Follower(None, sink, settings, on_cut=note, allow_older=options.allow_older)
     else:
-        module = torch.nn.ParameterDict({wire.TENSOR: torch.zeros(options.size, dtype=dtype)})
-        follower = psclient.follow(None, module, settings=settings)
+        module = notes.module()
+        follower = psclient.follow(None, module, settings=settings, allow_older=options.allow_older)
     with follower:
         while not stop.is_set() and os.getppid() == parent:
             if options.out is None:
                 try:
                     with follower.hold(1.0) as cut:
                         stop.wait(rng.uniform(0, _HOLD_SECONDS))
-                        notes.add([shard.version for shard in cut.shards], flat_of(module.values()))
+                        notes.add(_shards(cut), module.state_dict())
                 except FollowerNotReadyError:
                     continue
             stop.wait(rng.uniform(0, 0.1))

@@ -1267,6 +1267,7 @@ class FollowRunRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     MORE_DIGESTS_FIELD_NUMBER: _builtins.int
     RELAYED_FIELD_NUMBER: _builtins.int
+    PUBLICATION_FIELD_NUMBER: _builtins.int
     shard_index: _builtins.int
     """Which shard asks."""
     num_shards: _builtins.int
@@ -1277,6 +1278,8 @@ class FollowRunRequest(_message.Message):
     """How long the answer may wait for news, in seconds."""
     cut: _builtins.int
     """The newest cut that this shard has taken part in, as in the news; 0 for none."""
+    publication: _builtins.str
+    """Of a feed: the publication that this version is. A cut is of one publication."""
     @_builtins.property
     def version(self) -> Global___ShardVersion:
         """Its version in that cut, with the digest for the first of the data types of the news."""
@@ -1300,10 +1303,11 @@ class FollowRunRequest(_message.Message):
         version: Global___ShardVersion | None = ...,
         more_digests: _abc.Iterable[_builtins.bytes] | None = ...,
         relayed: Global___ShardVersion | None = ...,
+        publication: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["relayed", b"relayed", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "known", b"known", "more_digests", b"more_digests", "num_shards", b"num_shards", "relayed", b"relayed", "shard_index", b"shard_index", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "known", b"known", "more_digests", b"more_digests", "num_shards", b"num_shards", "publication", b"publication", "relayed", b"relayed", "shard_index", b"shard_index", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1621,6 +1625,7 @@ class DownloadHeader(_message.Message):
     LENGTH_FIELD_NUMBER: _builtins.int
     BUFFER_BYTES_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    PUBLICATION_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     generation: _builtins.int
@@ -1637,6 +1642,8 @@ class DownloadHeader(_message.Message):
     """Elements that it owns."""
     buffer_bytes: _builtins.int
     """Bytes of all buffers that follow; 0 where there are none."""
+    publication: _builtins.str
+    """Of a feed: the publication that this version is, the same text at all shards that have the same one."""
     @_builtins.property
     def layout(self) -> Global___PackedLayout:
         """The model's tensors."""
@@ -1653,10 +1660,11 @@ class DownloadHeader(_message.Message):
         length: _builtins.int = ...,
         buffer_bytes: _builtins.int = ...,
         layout: Global___PackedLayout | None = ...,
+        publication: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_bytes", b"buffer_bytes", "generation", b"generation", "layout", b"layout", "length", b"length", "num_shards", b"num_shards", "run_id", b"run_id", "shard_index", b"shard_index", "start", b"start", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_bytes", b"buffer_bytes", "generation", b"generation", "layout", b"layout", "length", b"length", "num_shards", b"num_shards", "publication", b"publication", "run_id", b"run_id", "shard_index", b"shard_index", "start", b"start", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3337,6 +3345,7 @@ class RestoreModelRequest(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
+    PUBLICATION_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """A version of this shard."""
     checkpoint: _builtins.str
@@ -3345,6 +3354,10 @@ class RestoreModelRequest(_message.Message):
     """Which part of it; unset for all of it, if the run has one shard."""
     ticket: _builtins.str
     """With COMMIT and ABANDON: the answer to PREPARE."""
+    publication: _builtins.str
+    """With PREPARE, of a feed: the publication whose version is named, as shard 0 has answered. A shard that lacks the
+    version in one history may have another publication under the same number in an older one.
+    """
     def __init__(
         self,
         *,
@@ -3352,10 +3365,11 @@ class RestoreModelRequest(_message.Message):
         checkpoint: _builtins.str = ...,
         step: Global___RestoreStep.ValueType = ...,
         ticket: _builtins.str = ...,
+        publication: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "target", b"target", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "step", b"step", "target", b"target", "ticket", b"ticket", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "publication", b"publication", "step", b"step", "target", b"target", "ticket", b"ticket", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_target: _TypeAlias = _typing.Literal["version", "checkpoint"]  # noqa: Y015
     _WhichOneofArgType_target: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
@@ -3372,22 +3386,26 @@ class RestoreModelResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
+    PUBLICATION_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Its version then."""
     generation: _builtins.int
     """Its generation then."""
     ticket: _builtins.str
     """With PREPARE: names what was prepared."""
+    publication: _builtins.str
+    """With PREPARE, of a feed: the publication that the older model is."""
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         generation: _builtins.int = ...,
         ticket: _builtins.str = ...,
+        publication: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "ticket", b"ticket", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "publication", b"publication", "ticket", b"ticket", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -218,6 +218,33 @@ def test_a_cut_of_a_feed_whose_shards_have_different_versions_is_never_named():
             assert shard.cuts.find(version).views[None].digest == version.digest
 
 
+def test_a_cut_of_two_publications_of_one_number_is_never_named():
+    """As after a restore of which one shard did not hear."""
+    with feeding(2, cut_seconds=1e-9) as shards:
+        zero, other = shards
+        clock = zero.cuts._clock = Clock()
+        make(zero)
+        first = hear(shards)
+        stage(zero, 1, changes(zero.span, {1: 1}), 0)
+        publish_at(zero, 1)
+        stage(other, 2, whole(other.span, words(5)), 0)
+        other.apply_thread.run(other.model.publish)
+        assert (zero.model.version, other.model.version) == (1, 1)
+        for _ in range(3):
+            clock.now += 1.0
+            make(zero)
+            assert hear(shards) is first
+        for shard in shards:
+            stage(shard, 3, whole(shard.span, words(6)), 1)
+        publish_at(zero, 2)
+        follow(other, news_of(zero))
+        for _ in range(2):
+            clock.now += 1.0
+            make(zero)
+            newest = hear(shards)
+        assert versions(newest) == [2, 2]
+
+
 def test_a_feed_of_which_a_shard_lacks_a_version_is_read_at_the_one_before_until_the_next():
     with feeding(2, cut_seconds=1e-9) as shards:
         zero, other = shards

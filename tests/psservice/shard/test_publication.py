@@ -8,13 +8,15 @@ from pscore.wire import frames
 from pscore.wire.errors import ErrorCode
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.awaiting import NotYetError
+from psservice.durability.earlier_models import replay_shards
 from psservice.replies.reply_session import ReplyMode
 from psservice.rpc.auth import ANONYMOUS_ADMIN
 from psservice.rpc.calls import Call
 from psservice.rpc.workers import WorkerCalls
 from psservice.shard.following import follow, news_of
+from psservice.shard.join import hear_of_shards
 from psservice.shard.publication import publish
-from psservice.shard.rollback import roll_back
+from psservice.shard.rollback import abandon, prepare, roll_back
 from tests.psservice.feed_makers import ASSIGN, FEED, changes, feeding, publish_at, stage, whole, words
 from tests.psservice.service_makers import F32, bits, chunks_of, layout_of
 from tests.psservice.shard_makers import ANNA, BERT, join, open_shards, present, pull, push, reason_of, serving, theta
@@ -194,6 +196,79 @@ def test_a_publication_that_took_another_ones_place_under_its_number_is_not_take
     follow(one, news_of(zero))
     assert versions(shards) == [2, 2]
     assert bits(torch.cat([theta(shard) for shard in shards])) == bits(words(2))
+
+
+def publish_everywhere(shards, step, base, values):
+    stage_everywhere(shards, step, base, values)
+    publish_at(shards[0], base + 1)
+    follow(shards[1], news_of(shards[0]))
+    assert versions(shards) == [base + 1] * 2
+
+
+def test_a_shard_that_lacks_a_version_does_not_go_back_to_another_one_of_its_number(tmp_path):
+    with feeding(2, data_dir=tmp_path) as shards:
+        zero, one = shards
+        for version in (1, 2, 3):
+            publish_everywhere(shards, version, version - 1, words(version))
+        for shard in shards:
+            roll_back(shard, 1, "")
+        stage_everywhere(shards, 4, 1, words(4))
+        publish_at(zero, 2)  # shard 1 does not hear of it before the publisher has died, and another one publishes
+        stage(zero, 5, whole(zero.span, words(5)), 2)
+        stage(one, 5, whole(one.span, words(5)), 2, may_wait=False)
+        publish_at(zero, 3)
+        follow(one, news_of(zero))
+        assert versions(shards) == [3, 3]
+        first = prepare(zero, 2, "")
+        assert bits(first.prepared.state.model.theta) == bits(words(4)[: zero.span.length])
+        alone = prepare(one, 2, "")
+        assert bits(alone.prepared.state.model.theta) == bits(words(2)[one.span.start :])  # of the older history
+        assert alone.publication != first.publication
+        abandon(one, alone.ticket)
+        other = prepare(one, 2, "", first.publication)  # which it had staged
+        assert bits(other.prepared.state.model.theta) == bits(words(4)[one.span.start :])
+        abandon(one, other.ticket)
+        never = first.publication.replace("-2-", "-3-")
+        assert reason_of(prepare, one, 3, "", never) is ErrorCode.NO_SUCH_CHECKPOINT
+
+
+def test_a_shard_goes_back_to_what_it_has_staged_if_shard_0_has_published_that(tmp_path):
+    with feeding(2, data_dir=tmp_path) as shards:
+        zero, one = shards
+        publish_everywhere(shards, 1, 0, words(1))
+        stage_everywhere(shards, 2, 1, words(2))
+        publish_at(zero, 2)
+        assert versions(shards) == [2, 1]
+        first = prepare(zero, 2, "")
+        other = prepare(one, 2, "", first.publication)
+        assert (other.version, other.publication) == (2, first.publication)
+        found = [each.prepared.state.model for each in (first, other)]
+        assert bits(torch.cat([model.theta for model in found])) == bits(words(2))
+        assert [model.staged.version for model in found] == [0, 0]
+
+
+def test_a_model_from_a_directory_is_one_publication(tmp_path):
+    with feeding(2, data_dir=tmp_path) as shards:
+        zero = shards[0]
+        publish_everywhere(shards, 1, 0, words(1))
+        zero.durability.take_asked("torn")
+        stage_everywhere(shards, 2, 1, words(2))
+        publish_at(zero, 2)
+        for version, checkpoint, expected in ((None, "", 2), (2, "", 2), (1, "", 1), (None, "torn", 1)):
+            found = replay_shards(tmp_path, version, checkpoint)
+            assert bits(torch.cat([shard.model.theta for shard in found])) == bits(words(expected))
+        assert versions(shards) == [2, 1]
+
+
+def test_a_shard_that_hears_later_has_lost_nothing(shards, caplog):
+    zero, one = shards
+    stage_everywhere(shards, 1, 0)
+    publish_at(zero, 1)
+    told = [pb.ShardHistory(shard_index=1, generation=present(one), version=1)]  # by the publisher
+    for shard in shards:
+        hear_of_shards(shard, told)
+        assert not shard.state.histories.known()
+    assert not [record for record in caplog.records if "taken back" in record.message]
 
 
 def test_a_wait_ends_when_another_publication_turns_out_to_be_published(shards):

@@ -61,6 +61,19 @@ def test_a_flipped_bit_is_refused_or_nothing_rests_on_it(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_feed_is_one_model_that_was_published_whatever_dies(tmp_path):
+    words = ["--only", "feeds", "--faults", "12", "--output", str(tmp_path)]
+    run = subprocess.run([sys.executable, "-m", "verify", *words], capture_output=True, text=True, timeout=290)
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = json.loads((tmp_path / "chaos.json").read_text())
+    feeds = found["feeds"]
+    assert min(feeds[name] for name in ("acknowledged", "versions", "claims", "looks", "downloads")) > 0
+    assert not any(feeds[name] for name in ("nobodys", "mixed", "renamed", "lost", "went_back", "late"))
+    assert found["faults"]["servers killed"] >= 5
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_copies_and_mixed_backups_leave_no_wrong_replica_and_are_named(tmp_path):
     words = ["--only", "backups", "--rounds", "1", "--workers", "2", "--pause", "0.1", "--output", str(tmp_path)]

@@ -8,9 +8,11 @@ import torch
 
 import psclient
 from psclient import LocalServer, Publisher
-from psclient.errors import ServerUnreachableError
+from psclient.errors import ConfigurationError, ServerNotReadyError, ServerUnreachableError
+from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.ctl.client import call
 from tests.system.following.following_tools import SECONDS
-from tests.system.publishing.publishing_tools import QUIET, change, odd_tensors, same_bits
+from tests.system.publishing.publishing_tools import QUIET, change, copied, odd_tensors, same_bits
 
 
 class Holder(torch.nn.Module):
@@ -186,6 +188,40 @@ def test_a_damaged_baseline_is_not_believed(server, tmp_path, harm):
         assert publisher.publish(tensors).changed < 1000
 
 
+def test_a_second_publisher_leaves_the_baseline_of_the_first_alone(server, tmp_path):
+    tensors, path = odd_tensors(), tmp_path / "baseline"
+    with Publisher(server, baseline=path, settings=QUIET) as publisher:
+        publisher.publish(tensors)
+        before = path.read_bytes()
+        path.with_name(path.name + ".json").unlink()  # as while the first one writes a version into the file
+        with pytest.raises(ConfigurationError, match="another publisher has the baseline"):
+            Publisher(server, baseline=path, settings=QUIET)
+        assert path.read_bytes() == before
+        change(tensors, 1)
+        assert publisher.publish(tensors).changed < 1000
+        assert same_bits(psclient.download(server.addresses), tensors)
+    with Publisher(server, baseline=path, settings=QUIET) as publisher:
+        change(tensors, 2)
+        assert publisher.publish(tensors).changed < 1000
+
+
+def test_a_download_is_one_version(server):
+    tensors = odd_tensors()
+    with Publisher(server, settings=QUIET) as publisher:
+        publisher.publish(tensors)
+        run = publisher._run
+        run.shards, both = run.shards[:1], run.shards  # the other one lacks version 1
+        change(tensors, 1)
+        publisher.publish(tensors)
+        with pytest.raises(ServerNotReadyError, match=r"\[1, 0\]"):
+            psclient.download(server.addresses, patience_seconds=0.5)
+        run.shards = both
+        publisher._forget_base(run)
+        change(tensors, 2)
+        publisher.publish(tensors)
+        assert same_bits(psclient.download(server.addresses), tensors)
+
+
 def test_a_baseline_of_another_version_of_the_feed_is_not_taken_for_the_newest(server, tmp_path):
     tensors, path = odd_tensors(), tmp_path / "baseline"
     with Publisher(server, baseline=path, settings=QUIET) as publisher:
@@ -197,6 +233,49 @@ def test_a_baseline_of_another_version_of_the_feed_is_not_taken_for_the_newest(s
         change(tensors, 2)
         assert publisher.publish(tensors).version == 2
     assert same_bits(psclient.download(server.addresses), tensors)
+
+
+def operate(*words):
+    command = [sys.executable, "-m", "psservice", *words]
+    return subprocess.run(command, timeout=SECONDS, capture_output=True, text=True, check=False)
+
+
+def test_shards_of_a_checkpoint_of_two_moments_go_back_to_one_publication(server):
+    tensors, versions = odd_tensors(), []
+    with Publisher(server, settings=QUIET) as publisher:
+        for number in range(4):
+            change(tensors, number)
+            publisher.publish(tensors)
+            versions.append(copied(tensors))
+            if number in (1, 2):
+                address = server.addresses[number - 1]
+                call(address, "TakeSnapshot", pb.TakeSnapshotRequest(checkpoint="torn"), SECONDS)
+        assert operate("restore", "--checkpoint", "torn", *server.addresses).returncode == 0
+        assert same_bits(psclient.download(server.addresses), versions[1])
+
+
+def test_a_version_that_a_shard_lacks_is_not_restored_from_an_older_history(server):
+    tensors = odd_tensors()
+    with Publisher(server, settings=QUIET) as publisher:
+        for number in range(4):
+            change(tensors, number)
+            publisher.publish(tensors)
+        assert operate("restore", "--version", "1", *server.addresses).returncode == 0
+        change(tensors, 4)
+        publisher.publish(tensors)
+        run = publisher._run
+        run.shards, both = run.shards[:1], run.shards  # the other one lacks version 3 in this history
+        change(tensors, 5)
+        assert publisher.publish(tensors).version == 3
+        run.shards = both
+        publisher._forget_base(run)
+        change(tensors, 6)
+        assert publisher.publish(tensors).version == 4
+        assert same_bits(psclient.download(server.addresses), tensors)
+        found = operate("restore", "--version", "3", *server.addresses)
+        assert found.returncode != 0
+        assert "no shard was taken back" in found.stderr
+        assert same_bits(psclient.download(server.addresses), tensors)
 
 
 def test_a_feed_that_goes_back_is_published_whole(server):

@@ -68,6 +68,7 @@ def test_a_feed_is_relayed_bit_by_bit_and_a_reader_may_change_over(source, tmp_p
                     assert follower.cut.weight_version == expected.weight_version
                     if server is leaf:
                         assert follower.fetched_bytes < 500, "it had this version from the relay"
+                assert same_bits(psclient.download(server.addresses), tensors)
                 _, files = loaded(tmp_path / "model")
                 assert same_bits({name: files[name] for name in tensors}, tensors)
 
