@@ -415,12 +415,14 @@ def _view_bytes(model: ModelShard, dtype: ReaderType) -> int:
 
 
 def _may_be_a_cut(model: ModelShard, parts: Collection[Part]) -> bool:
-    """Tell whether readers may have parts together: those of a feed if all are of one publication.
+    """Tell whether readers may have parts together: those of a feed or a relay if all are of one publication.
 
-    A restore of which one shard did not hear leaves shards that may have one number for two publications.
+    A restore of which one shard did not hear leaves shards that may have one number for two publications. On a relay a
+    publication is a cut of the source.
     """
     publications = {part.publication for part in parts}
-    return not model.mode.is_feed or (len(publications) == 1 and "" not in publications)
+    is_any = not (model.mode.is_feed or model.mode.is_relayed)
+    return is_any or (len(publications) == 1 and "" not in publications)
 
 
 def _part_of(cut: ShardCut) -> Part:

@@ -64,6 +64,7 @@ class Relay:
         self._layout_is_of: tuple[str, int] | None = None  # run and generation
         self._transfer: CutTransfer | None = None
         self._digest: tuple[ModelShard, int, ModelDigest] | None = None  # of the model at this version
+        self._is_doubtful = False  # whether a difference from what is here has led to another digest than the cut's
         self._closing = threading.Event()
         self._lost_at: float | None = None  # when the source was lost
         self._complained_at = -math.inf
@@ -224,14 +225,14 @@ class Relay:
                 digest.remove(_read(model, update))
                 digest.add(update)
         if digest.value != part.digest:
-            self._digest = None
+            self._digest, self._is_doubtful = None, True
             raise Rejected(ErrorCode.BAD_COMMIT, "what the source has sent has another digest than its cut")
         if fetched.base is None:
             self._install(cut, layout, span, update, buffers)
         else:
             self._commit(cut, fetched.base.version, update, fetched.buffers)
         assert shard.model is not None
-        self._digest = shard.model, part.version, digest
+        self._digest, self._is_doubtful = (shard.model, part.version, digest), False
         shard.metrics.version = part.version
         log.debug("version relayed", extra={"version": part.version, "bytes": fetched.received_bytes})
 
@@ -255,7 +256,7 @@ class Relay:
             model = RelayedShard(
                 layout,
                 span,
-                update.values.to(shard.device),
+                update.values.to(shard.device, copy=True),  # a message may own the memory
                 generation=part.generation,
                 version=part.version,
                 settings=self._settings.shard,
@@ -292,7 +293,12 @@ class Relay:
     def _held(self, cut: Cut, layout: ModelLayout) -> Cut | None:
         """Return the cut from which a difference leads to another one; ``None`` if all is to be fetched."""
         model = self._shard.model
-        if model is None or model.layout.fingerprint != layout.fingerprint or not self._is_of(cut.run_id):
+        if (
+            self._is_doubtful
+            or model is None
+            or model.layout.fingerprint != layout.fingerprint
+            or not self._is_of(cut.run_id)
+        ):
             return None
         mine = ShardVersion(model.generation, model.version, self._digest_of(model).value)
         return Cut(cut.run_id, tuple(mine for _ in cut.shards))

@@ -51,7 +51,7 @@ class ShardCalls:
             mine = place_of(settings.shard_index, settings.num_shards)
             raise Rejected(ErrorCode.SHARD_MISMATCH, f"the shard takes this server for shard {meant}; it is {mine}")
         if request.cut:
-            if not (call.caller.is_shard or call.caller.role is Role.ADMIN):
+            if not self._may_tell(call):
                 raise Rejected(ErrorCode.PERMISSION_DENIED, "only shards tell of their part in a cut")
             version = request.version
             sizes = {len(digest) for digest in (version.digest, *request.more_digests)}
@@ -64,13 +64,18 @@ class ShardCalls:
             digests = version.digest, *request.more_digests
             told = Part(version.generation, version.version, digests, request.publication)
             shard.cuts.hear(request.shard_index, request.cut, told)
-        if request.HasField("relayed") and shard.go_to is not None:
+        if request.HasField("relayed") and shard.go_to is not None and self._may_tell(call):
             shard.relay_parts[request.shard_index] = request.relayed.generation, request.relayed.version
         number, news = shard.news, news_of(shard)  # in this order: what changes from here on changes the number
         fingerprint = _fingerprint(news)
         if request.known == fingerprint and call.wait_seconds and not call.is_late:
             raise NotYetError(ErrorCode.BUSY, "there are no news", lambda: shard.news != number)
         return pb.FollowRunResponse(news=news, fingerprint=fingerprint)
+
+    @staticmethod
+    def _may_tell(call: Call) -> bool:
+        """Tell whether a caller is a shard: readers may only ask."""
+        return call.caller.is_shard or call.caller.role is Role.ADMIN
 
 
 def question_of(shard: Shard, known: int) -> pb.FollowRunRequest:

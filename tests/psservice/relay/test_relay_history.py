@@ -97,3 +97,17 @@ def test_what_was_refused_is_fetched_anew():
     assert history.snapshot() == before
     history.follow()
     assert history.is_at(history.source.cut())
+
+
+def test_a_relay_whose_own_values_are_not_what_it_takes_them_for_fetches_all():
+    """As after damage that its disk did not notice."""
+    history = RelayHistory(SOURCES["run"]())
+    history.follow()
+    history.shard.model.theta[3] += 1
+    history.relay._digest = None  # as after a restart
+    history.source.change(7)
+    with pytest.raises(Rejected, match="digest"):
+        history.follow()
+    history.follow()
+    assert history.is_at(history.source.cut())
+    assert history.source.whole_replies == 2
