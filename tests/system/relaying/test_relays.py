@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from psclient.errors import SparsepsError
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.ctl.client import call
 from tests.system.following.following_tools import READING, SECONDS, loaded, parameters_of, same, training
+from tests.system.line import Line
 from tests.system.publishing.publishing_tools import QUIET, change, mixed_tensors, odd_tensors, same_bits
 from tests.system.tools import make_model, wait_until
 
@@ -178,6 +179,28 @@ def test_a_source_that_goes_back_takes_its_relay_along(tmp_path):
                 wait_until(lambda: follower.version == 0, SECONDS)
                 with follower.hold():
                     assert same_bits(dict(module.named_buffers()), first)
+
+
+def test_one_copy_crosses_the_line_however_many_readers_there_are():
+    weights = {"w": torch.randn(200_000, generator=torch.Generator().manual_seed(0)).bfloat16()}
+    with (
+        LocalServer(cut_seconds=0.02) as source,
+        Line(source.addresses[0]) as line,
+        LocalServer(cut_seconds=0.02, relay_of=line.address) as relay,
+        Publisher(source, settings=QUIET) as publisher,
+        ExitStack() as stack,
+    ):
+        publisher.publish(weights)
+        followers = [stack.enter_context(followed(relay, Holder(weights))) for _ in range(6)]
+        for version in range(3):
+            if version:
+                weights["w"].view(torch.int16)[version::100] += 1
+                publisher.publish(weights)
+            for follower in followers:
+                follower.wait_for(version, SECONDS)
+        fetched = {follower.fetched_bytes for follower in followers}
+        assert min(fetched) > 400_000
+        assert line.down < 1.1 * max(fetched), "less than two readers would have fetched"
 
 
 def test_a_relay_takes_no_workers(source):
