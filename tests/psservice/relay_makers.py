@@ -1,10 +1,5 @@
 """A relay without a network: a shard with a disk in memory, and a source that says what a test has it say."""
 
-import math
-import random
-from contextlib import closing
-from pathlib import Path
-
 import torch
 
 from pscore.model.buffers import pack
@@ -14,18 +9,9 @@ from pscore.reader.cut import Cut, ShardVersion
 from pscore.reader.transfer import FetchedShard, digest_of_buffers
 from pscore.wire.layouts import pack_layout
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.durability.capture import capture
-from psservice.observability.metrics import Metrics
 from psservice.relay.relay import Relay
 from psservice.relay.source import SourceError
-from psservice.settings import ServerSettings
-from psservice.shard.lifecycle import open_shard
-from psservice.state.records import kind_of
-from psservice.storage.environment import Environment
-from tests.psservice.durability.memory_disk import MemoryDisk
-from tests.psservice.service_makers import bits
-
-METRICS = Metrics()
+from tests.psservice.shard_lives import Lives
 
 
 class MadeSource:
@@ -110,46 +96,16 @@ class MadeSource:
         pass
 
 
-class RelayHistory:
-    """One shard of a relay, as long as it serves; :meth:`kill` compares it with the next life."""
+class RelayHistory(Lives):
+    """One shard of a relay of a source."""
 
     def __init__(self, source):
         self.source = source
-        self.disk = MemoryDisk(random.Random(1))
-        self.environment = Environment(
-            files=self.disk, monotonic=lambda: 1000.0, random_bytes=random.Random(2).randbytes, is_threaded=False
-        )
-        self.settings = ServerSettings(
-            data_dir=Path("/data"), fsync="always", num_shards=source.shards, relay_of="source:1"
-        )
-        self.kinds = set()
-        self.open()
+        super().__init__(num_shards=source.shards, relay_of="source:1")
 
     def open(self):
-        self.shard = open_shard(self.settings, torch.device("cpu"), METRICS, environment=self.environment)
+        super().open()
         self.relay = Relay(self.shard, self.source)
-        real = self.shard.durability.records.append
-
-        def append(record, messages):
-            real(record, messages)
-            self.kinds.add(kind_of(record))
-
-        self.shard.durability.records.append = append
-
-    def kill(self):
-        """Die, apply the records from the disk, and be in the same state."""
-        live = self.snapshot()
-        self.disk.restart(power_cut=False)
-        self.open()
-        assert self.snapshot() == live
-
-    def snapshot(self):
-        if self.shard.model is None:
-            return None
-        copied = capture(self.shard, self.shard.state, 0, "", (0, 0))
-        plain = copied.manifest.model_dump(exclude={"created_unix_seconds", "last_checkpoint"})
-        with closing(copied):
-            return plain, {name: bits(each.read(0, math.prod(each.shape))) for name, each in copied.tensors.items()}
 
     def follow(self):
         """Go to the source's cut."""

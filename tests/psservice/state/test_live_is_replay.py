@@ -4,10 +4,8 @@ The state is compared as a snapshot has it. Each history ends in kills at any mo
 its own, and no thread.
 """
 
-import math
 import random
-from contextlib import closing, suppress
-from pathlib import Path
+from contextlib import suppress
 
 import pytest
 import torch
@@ -21,30 +19,25 @@ from pscore.wire.errors import Rejected
 from pscore.wire.messages import share_to_messages
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.data_leases.dataset import Plan, SampleRequest
-from psservice.durability.capture import capture
-from psservice.observability.metrics import Metrics
-from psservice.settings import ServerSettings
 from psservice.shard.buffers import exchange_buffers
 from psservice.shard.join import hear_of_shards, leave
-from psservice.shard.lifecycle import end_leases, finish, open_shard
+from psservice.shard.lifecycle import end_leases, finish
 from psservice.shard.publication import hear, publish
 from psservice.shard.push import check_push, prepare_push
 from psservice.shard.rollback import roll_back
 from psservice.shard.samples import lease_samples
 from psservice.shard.wait_for_all import wait_for_all
-from psservice.state.records import KINDS, kind_of
+from psservice.state.records import KINDS
 from psservice.state.stream_readers import read_all, read_push
 from psservice.state.v1 import journal_pb2 as rec
-from psservice.storage.environment import Environment
 from psservice.values import Identity
-from tests.psservice.durability.memory_disk import MemoryDisk
 from tests.psservice.durability.test_recovery import LAYOUT, START, stream, values
 from tests.psservice.feed_makers import ASSIGN, FEED, words
 from tests.psservice.relay_makers import MadeSource, RelayHistory
-from tests.psservice.service_makers import bits, sparse_push
+from tests.psservice.service_makers import sparse_push
+from tests.psservice.shard_lives import Lives
 from tests.psservice.shard_makers import join, present, pull, upload
 
-METRICS = Metrics()
 LEASE_SECONDS = 20.0
 NAMES = ("anna", "bert", "cleo")
 MODES = {
@@ -62,56 +55,19 @@ MODES = {
 }
 
 
-class History:
-    """One shard's life, as long as it serves; :meth:`kill` compares it with the next."""
+class History(Lives):
+    """One shard of a run, and what happens to it."""
 
     def __init__(self, method_settings):
-        self.method_settings, self.now = method_settings, 1000.0
-        self.disk = MemoryDisk(random.Random(1))
-        self.environment = Environment(
-            files=self.disk,
-            monotonic=lambda: self.now,
-            unix_seconds=lambda: self.now,
-            random_bytes=random.Random(2).randbytes,
-            is_threaded=False,
-        )
-        self.settings = ServerSettings(
-            data_dir=Path("/data"), fsync="always", lease_seconds=LEASE_SECONDS, run_id="run", num_shards=2
-        )
-        self.kinds, self.life, self.waits = set(), dict.fromkeys(NAMES, 1), 0
-        self.open()
+        self.method_settings = method_settings
+        self.life, self.waits = dict.fromkeys(NAMES, 1), 0
+        super().__init__(lease_seconds=LEASE_SECONDS, run_id="run", num_shards=2)
         first = self.identity("anna")
         answer = self.join(first)
         if self.is_feed:
             upload(self.shard, words(), first, answer.generation)
         else:
             upload(self.shard, values(), first, answer.generation, buffers=START)
-
-    def open(self):
-        self.shard = open_shard(self.settings, torch.device("cpu"), METRICS, environment=self.environment)
-        real = self.shard.durability.records.append
-
-        def append(record, messages):
-            real(record, messages)
-            self.kinds.add(kind_of(record))
-
-        self.shard.durability.records.append = append
-
-    def kill(self):
-        """Die, apply the records from the disk, and be in the same state."""
-        live = self.snapshot()
-        self.disk.restart(power_cut=False)
-        self.open()
-        assert self.snapshot() == live
-
-    def snapshot(self):
-        copied = capture(self.shard, self.shard.state, 0, "", (0, 0))
-        plain = copied.manifest.model_dump(exclude={"created_unix_seconds", "last_checkpoint"})
-        for _, record in plain["pushes"]:
-            if record["answer"]:
-                record["answer"]["apply_nanoseconds"] = 0
-        with closing(copied):
-            return plain, {name: bits(each.read(0, math.prod(each.shape))) for name, each in copied.tensors.items()}
 
     # What happens
 
