@@ -181,12 +181,9 @@ class Relay:
 
     def _go_to(self, cut: Cut) -> None:
         with self._going:
-            shard, part = self._shard, cut.shards[self._index]
             if len(cut.shards) != self._settings.num_shards:
                 raise Rejected(ErrorCode.SHARD_MISMATCH, f"the source has {len(cut.shards)} shards by now")
-            model = shard.model
-            has_it = model is not None and (model.generation, model.version) == part[:2] and self._is_of(cut.run_id)
-            if has_it and self._buffers_digest() == self._wanted_buffers(cut):
+            if self._has(cut) and self._buffers_digest() == self._wanted_buffers(cut):
                 self._note(cut)
                 return
             layout = self._layout_of(cut)
@@ -196,6 +193,13 @@ class Relay:
             fetched = self._source.read(transfer, cut, held, self._buffers() if held is not None else b"")
             transfer.end()
             self._take(cut, layout, span, fetched)
+
+    def _has(self, cut: Cut) -> bool:
+        """Tell whether this shard has its part of a cut."""
+        model, part = self._shard.model, cut.shards[self._index]
+        if model is None or (model.generation, model.version) != part[:2] or not self._is_of(cut.run_id):
+            return False
+        return self._digest_of(model).value == part.digest  # with WAGMA a version has other values at another time
 
     def _note(self, cut: Cut) -> None:
         """Write down of which cut this shard's version is: of a newer one, if other shards alone have moved."""
@@ -292,13 +296,12 @@ class Relay:
 
     def _held(self, cut: Cut, layout: ModelLayout) -> Cut | None:
         """Return the cut from which a difference leads to another one; ``None`` if all is to be fetched."""
-        model = self._shard.model
-        if (
-            self._is_doubtful
-            or model is None
-            or model.layout.fingerprint != layout.fingerprint
-            or not self._is_of(cut.run_id)
-        ):
+        model, part = self._shard.model, cut.shards[self._index]
+        if self._is_doubtful or model is None or not self._is_of(cut.run_id):
+            return None
+        if model.layout.fingerprint != layout.fingerprint:
+            return None
+        if model.version == part.version and not self._has(cut):  # the same version has other values by now
             return None
         mine = ShardVersion(model.generation, model.version, self._digest_of(model).value)
         return Cut(cut.run_id, tuple(mine for _ in cut.shards))

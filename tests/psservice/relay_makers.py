@@ -43,6 +43,11 @@ class MadeSource:
         self.version += jump
         self.note()
 
+    def replace(self, seed):
+        """Have other values at the same version, as with WAGMA."""
+        self.values[seed % self.values.numel()] = self.values[0]
+        self.note()
+
     def go_back(self, seed):
         """Begin another generation at an older version."""
         self.generation += 1

@@ -20,7 +20,20 @@ SOURCES = {
 steps = st.lists(
     st.tuples(
         st.sampled_from(
-            ["change", "change", "jump", "go back", "buffers", "others", "snapshot", "kill", "away", "lie", "follow"]
+            [
+                "change",
+                "change",
+                "jump",
+                "go back",
+                "replace",
+                "buffers",
+                "others",
+                "snapshot",
+                "kill",
+                "away",
+                "lie",
+                "follow",
+            ]
         ),
         st.integers(0, 10_000),
     ),
@@ -41,6 +54,8 @@ def act(history, what, seed):
         source.go_back(seed)
     elif what == "buffers" and source.buffers:
         source.buffers = pack([tensor + seed % 3 for tensor in START])
+    elif what == "replace":
+        source.replace(seed)
     elif what == "others":
         source.ahead = seed % 3
     elif what == "snapshot":
@@ -85,6 +100,15 @@ def test_all_of_a_generation_comes_once():
     history.source.go_back(1)
     history.follow()
     assert history.source.whole_replies == 2
+
+
+def test_buffers_that_change_alone_come_alone():
+    history = RelayHistory(SOURCES["run"]())
+    history.follow()
+    history.source.buffers = pack([tensor + 1 for tensor in START])
+    history.follow()
+    assert pack(history.shard.buffers_now()[spec.name] for spec in LAYOUT.buffers) == history.source.buffers
+    assert history.source.whole_replies == 1
 
 
 def test_what_was_refused_is_fetched_anew():
