@@ -17,28 +17,8 @@ SOURCES = {
     "run": lambda: MadeSource(LAYOUT, values().half().bfloat16().float(), shards=2),
     "feed": lambda: MadeSource(FEED, words(), shards=1),
 }
-steps = st.lists(
-    st.tuples(
-        st.sampled_from(
-            [
-                "change",
-                "change",
-                "jump",
-                "go back",
-                "replace",
-                "buffers",
-                "others",
-                "snapshot",
-                "kill",
-                "away",
-                "lie",
-                "follow",
-            ]
-        ),
-        st.integers(0, 10_000),
-    ),
-    max_size=30,
-)
+ACTIONS = ("change", "jump", "go back", "replace", "buffers", "others", "snapshot", "kill", "away", "lie", "follow")
+steps = st.lists(st.tuples(st.sampled_from(("change", *ACTIONS)), st.integers(0, 10_000)), max_size=30)
 
 
 @pytest.fixture(autouse=True)
