@@ -71,7 +71,7 @@ class Relay:
         self._thread: threading.Thread | None = None
         shard.go_to = self.go_to
         if shard.is_coordinator:
-            shard.cuts.may_begin = self._is_together
+            shard.cuts.may_begin = self.is_together
 
     def start(self) -> None:
         """Begin to ask the source."""
@@ -127,14 +127,14 @@ class Relay:
             shard.relayed = cut
             shard.tell_shards()
             self._go_to(cut)
-            self._await(self._is_together, _OTHER_SHARDS_SECONDS)
-            self._await(lambda: not shard.cuts.is_asked or self._is_readable(cut), _READABLE_SECONDS)
+            self._await(self.is_together, _OTHER_SHARDS_SECONDS)
+            self._await(lambda: not shard.cuts.is_asked or self.is_readable(cut), _READABLE_SECONDS)
         if answer.run_state == pb.RUN_STATE_FINISHED and not shard.run.is_finished:
             shard.apply_thread.run(lambda: shard.commit(rec.Finished()))
             shard.tell_shards()
         return cut
 
-    def _is_together(self) -> bool:
+    def is_together(self) -> bool:
         """Tell whether every shard has its part of the cut of the source that shard 0 has."""
         model = self._shard.model
         if not isinstance(model, RelayedShard):
@@ -142,7 +142,8 @@ class Relay:
         parts = {0: (model.generation, model.version), **self._shard.relay_parts}
         return all(parts.get(index) == each for index, each in enumerate(model.cut.shards))
 
-    def _is_readable(self, cut: Cut) -> bool:
+    def is_readable(self, cut: Cut) -> bool:
+        """Tell whether readers get a cut."""
         newest = self._shard.cuts.newest
         shards = None if newest is None else next(iter(newest.shards.values()))
         return shards is not None and [each[:2] for each in shards] == [each[:2] for each in cut.shards]

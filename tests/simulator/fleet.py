@@ -77,6 +77,15 @@ class Host:
         self._follows, self._parted_until = None, 0.0
         self.shard = self.service = None
 
+    @property
+    def peers(self):
+        """The shards of this one's run, shard 0 first."""
+        return self.simulation.hosts
+
+    async def _hear(self, news):
+        """Do as shard 0 has told."""
+        follow(self.shard, news)
+
     def start(self, *, power_cut=False):
         """Begin from the disk; the process may die meanwhile, and is then started again."""
         recover = "strict"
@@ -193,7 +202,7 @@ class Host:
         known = 0
         while True:
             await asyncio.sleep(max(0.0, self._parted_until - self.simulation.loop.time()))
-            link = Link(self.simulation.hosts[0], "FollowRun", self.random, cut_share=self.simulation.cut_share)
+            link = Link(self.peers[0], "FollowRun", self.random, cut_share=self.simulation.cut_share)
             self._follows = link
             try:
                 question = question_of(self.shard, known)
@@ -204,9 +213,9 @@ class Host:
                 answer = await link.receive(pb.FollowRunResponse)
                 self.require_alive()
                 if answer is not None:
-                    follow(self.shard, answer.news)
+                    await self._hear(answer.news)
                     known = answer.fingerprint
                 continue
-            except (CutError, RefusedError, Rejected):
+            except (CutError, RefusedError, Rejected, TimeoutError):
                 known = 0
             await asyncio.sleep(0.2 + self.random.random())

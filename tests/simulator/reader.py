@@ -28,7 +28,8 @@ TYPES = {
 class Reader:
     """Follows until the history is over and it has the last versions: as they are, or rounded to 16 bits."""
 
-    def __init__(self, simulation, name):
+    def __init__(self, simulation, name, hosts):
+        self.hosts = hosts
         self.simulation, self.name, self.random = simulation, name, simulation.random
         self.type = self.random.choice([*TYPES])
         self.layout = simulation.layout.viewed_in(TYPES[self.type])
@@ -52,7 +53,7 @@ class Reader:
 
     def _is_done(self):
         simulation = self.simulation
-        if not (simulation.is_over and all(host.is_up for host in simulation.hosts)):
+        if not (simulation.is_over and all(host.is_up for host in (*simulation.hosts, *self.hosts))):
             return False
         models = [host.shard.model for host in simulation.hosts]
         if any(model is None for model in models):
@@ -60,7 +61,7 @@ class Reader:
         return [each[:2] for each in self.versions] == [(model.generation, model.version) for model in models]
 
     async def _advance(self):
-        hosts = self.simulation.hosts
+        hosts = self.hosts
         known = [pb.ShardVersion(generation=each[0], version=each[1], digest=each[2]) for each in self.versions]
         request = pb.AwaitCutRequest(
             reader=self.name,

@@ -20,6 +20,7 @@ from tests.simulator.fleet import Host
 from tests.simulator.network import CutError, Link, RefusedError, StuckError, VirtualLoop
 from tests.simulator.publisher import Publications, Publisher
 from tests.simulator.reader import Reader
+from tests.simulator.relay import RelayHost
 from tests.simulator.witness import BrokenPromiseError, Witness, require
 from tests.simulator.worker import Worker
 
@@ -34,7 +35,8 @@ FEED = ModelLayout(
     word_bytes=2,
 )
 NAMES = ("anna", "bert", "cleo")
-READERS = ("rita", "rolf")
+READERS, RELAY_READER = ("rita", "rolf"), "rosa"
+RELAY_SHARE = 0.3  # of the histories, in which a relay follows
 LONGEST_SECONDS = 3600.0  # of virtual time, which nothing but a wait without an end reaches
 LONGEST_PARTING_SECONDS = 25.0  # longer than a lease
 METHODS = {
@@ -72,7 +74,9 @@ class Simulation:
         self.is_rough, self.is_over, self.trace, self._error, self._tasks = True, False, [], None, set()
         self.start = self._grid(LAYOUT.size)
         self.entries = [{} for _ in self.spans]  # of each push, by shard, identity and step
-        self.hosts = []
+        self.hosts, self.relays = [], []
+        # Not with WAGMA, whose versions do not name values.
+        self.has_relay = not self.in_groups and random.Random(f"relay {seed}").random() < RELAY_SHARE
 
     def _grid(self, count):
         """Numbers of which all sums are exact, so that they depend on no order."""
@@ -128,19 +132,24 @@ class Simulation:
             self.hosts.append(Host(self, index, witness))
         for host in self.hosts:
             host.start()
+        if self.has_relay:
+            self.relays = [RelayHost(self, index) for index in range(self.num_shards)]
+            for relay in self.relays:
+                relay.start()
         if self.is_feed:
             self.workers = [Publisher(self, "publisher", self.random.randint(5, 25))]
         else:
             self.workers = [Worker(self, name, self.random.randint(3, 7)) for name in NAMES]
         troubles = self.start_task(self._make_trouble())
-        readers = [Reader(self, name) for name in READERS]
+        readers = [Reader(self, name, self.hosts) for name in READERS]
+        readers += [Reader(self, RELAY_READER, self.relays)] if self.has_relay else []
         reading = [self.start_task(reader.live()) for reader in readers]
         try:
             async with asyncio.timeout(LONGEST_SECONDS):
                 await asyncio.gather(*(worker.live() for worker in self.workers))
                 troubles.cancel()
                 self.is_rough, self.cut_share, self.is_over = False, 0.0, True
-                while not all(host.is_up for host in self.hosts):
+                while not all(host.is_up for host in (*self.hosts, *self.relays)):
                     await asyncio.sleep(1.0)
                 await asyncio.gather(*reading)
         except asyncio.CancelledError:
@@ -153,11 +162,11 @@ class Simulation:
             for reader in readers:
                 has_newest = [each[:2] for each in reader.versions] == self.workers[0].held
                 require(has_newest, f"{reader.name} does not have the newest version")
-        for host in self.hosts:
+        for host in (*self.hosts, *self.relays):
             host.witness.look(host.shard)
             host.kill()
         await asyncio.sleep(10.0)  # all are started again, and checked
-        for host in self.hosts:
+        for host in (*self.hosts, *self.relays):
             require(host.is_up, "a shard does not start any more")
         if self._error is not None:
             raise self._error
@@ -193,7 +202,7 @@ class Simulation:
     async def _make_trouble(self):
         for _ in range(self.random.randint(2, 10)):
             await asyncio.sleep(self.random.random() * (6 if self.is_feed else 2))  # lives begin late
-            host = self.random.choice(self.hosts)
+            host = self.random.choice([*self.hosts, *self.relays])
             (what,) = self.random.choices(
                 (
                     self._kill,

@@ -1,7 +1,8 @@
 """Whole runs in virtual time: real shards and their RPC layer, disks that fail, connections that break.
 
 Three workers train on one to three shards: asynchronously, with SSP, in rounds, in rounds with a quorum, in
-rounds of those who are fast enough, or with WAGMA. Or a publisher publishes the versions of a feed.
+rounds of those who are fast enough, or with WAGMA. Or a publisher publishes the versions of a feed. In some a relay
+follows, which dies and is cut off as the others are; it has what its source had, and nothing else.
 Processes die at any write, lose power, find no room, cannot sync; connections break at any message; operators take
 snapshots and go back. Every push that was answered is in the parameters exactly once, bit for bit; every reply has what
 its version had; every cut of a feed is one publication; and nobody waits for ever. SIMULATOR_HISTORIES and
@@ -14,15 +15,19 @@ import time
 import numpy as np
 import pytest
 
+from pscore.model.sparse_slice import SparseSlice
 from psservice.cuts import cuts
 from psservice.cuts.stamps import Stamps
 from psservice.cuts.tracks import Tracks
 from psservice.feed.feed_shard import FeedShard
 from psservice.model.copies import CopyOnWrite
+from psservice.relay.relay import Relay
 from psservice.shard.shard import Shard
 from psservice.state.pushes import Pushes
+from psservice.state.state import ShardState
 from psservice.state.v1 import journal_pb2 as rec
 from tests.psservice.durability.memory_disk import Handle, MemoryDisk
+from tests.simulator import simulation
 from tests.simulator.simulation import simulate
 from tests.simulator.witness import BrokenPromiseError
 
@@ -104,5 +109,36 @@ def _commit_without_a_record_of_publications(shard, record, *rest, commit=Shard.
 )
 def test_a_shard_of_a_feed_that_breaks_a_promise_is_found_out(where, call, broken, monkeypatch):
     monkeypatch.setattr(where, call, broken)
+    with pytest.raises(BrokenPromiseError):
+        simulate(0, FOUND_WITHIN, "feed")
+
+
+def _relay_some_of_it(state, record, update, relay=ShardState._relay):
+    half = update if update is None or update.offsets is None else _half_of(update)
+    relay(state, record, half)
+
+
+def _any_cut_of_a_relay(model, parts, may_be=cuts._may_be_a_cut):
+    return model.mode.is_relayed or may_be(model, parts)
+
+
+def _half_of(update):
+    """Return every other entry of an update."""
+    return SparseSlice(update.span, update.offsets[::2].clone(), update.values[::2].clone())
+
+
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.parametrize(
+    "patches",
+    [
+        [(ShardState, "_relay", _relay_some_of_it)],
+        [(cuts, "_may_be_a_cut", _any_cut_of_a_relay), (Relay, "is_together", lambda relay: True)],
+    ],
+    ids=["half of a version", "cuts of the relay's own"],
+)
+def test_a_relay_that_breaks_a_promise_is_found_out(patches, monkeypatch):
+    for patch in patches:
+        monkeypatch.setattr(*patch)
+    monkeypatch.setattr(simulation, "RELAY_SHARE", 1.0)
     with pytest.raises(BrokenPromiseError):
         simulate(0, FOUND_WITHIN, "feed")
