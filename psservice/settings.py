@@ -12,6 +12,7 @@ from pydantic_settings import CliSettingsSource, SettingsConfigDict
 
 from pscore.config import LayeredSettings, setting, unknown_setting
 from pscore.names import LONGEST_NAME, model_file_fault
+from pscore.net.addresses import AddressError, expand
 from pscore.net.channels import is_loopback
 from pscore.selection import DEFAULT_DENSE_BELOW, DEFAULT_SELECTOR, SELECTORS
 from pscore.units import LONGEST_SECONDS
@@ -209,6 +210,11 @@ class ServerSettings(LayeredSettings):
             self._check_shards()
         if (self.relay_cert is None) != (self.relay_key is None):
             raise ValueError("--relay-cert and --relay-key are given together")
+        if self.relay_of:
+            try:
+                expand(self.relay_of)
+            except AddressError as error:
+                raise ValueError(f"--relay-of: {error}") from None
         if self.relay_of and (other := next((name for name in _NOT_OF_RELAYS if getattr(self, name)), None)):
             raise ValueError(f"{self.explicit(other)} is for a server that trains; a relay has what its source has")
         return self

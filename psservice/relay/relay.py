@@ -45,7 +45,6 @@ METHOD, SETTINGS = "relay", {"update": "relay"}
 _TYPES = {"run": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 10.0
 _COMPLAINT_SECONDS = 60.0
-_OTHER_SHARDS_SECONDS = 30.0  # for the other shards to get a cut, before shard 0 looks for a newer one
 _READABLE_SECONDS = 10.0  # for readers' cut to be made, if there are readers
 _POLL_SECONDS = 0.02
 _BLOCK = 1 << 20
@@ -115,7 +114,7 @@ class Relay:
         """Wait for a newer cut than the known one, and have all shards go there; return it."""
         shard = self._shard
         state = RUN_STATES[shard.run.state] if known is not None else pb.RUN_STATE_UNSPECIFIED
-        name = f"relay {socket.gethostname()}"
+        name = f"relay {socket.gethostname()} {self._settings.listen}"
         layout = self._layout
         fingerprint = layout.fingerprint if layout is not None else b""
         asked = question(known, fingerprint, state, self._dtype, name, WAIT_SECONDS)
@@ -123,11 +122,15 @@ class Relay:
         if answer.HasField("layout"):
             self._layout = unpack_layout(answer.layout)
         cut = Cut.from_message(answer.cut)
+        self._require_shards(cut)
         if cut != known or shard.relayed is None:
+            shard.relay_failures.clear()
             shard.relayed = cut
             shard.tell_shards()
             self._go_to(cut)
-            self._await(self.is_together, _OTHER_SHARDS_SECONDS)
+            self._await(lambda: self.is_together() or self.has_failed(), math.inf)
+            if not self.is_together():
+                raise SourceError("a shard of the relay has not got its part of a cut: see the shards' logs")
             self._await(lambda: not shard.cuts.is_asked or self.is_readable(cut), _READABLE_SECONDS)
         if answer.run_state == pb.RUN_STATE_FINISHED and not shard.run.is_finished:
             shard.apply_thread.run(lambda: shard.commit(rec.Finished()))
@@ -141,6 +144,13 @@ class Relay:
             return False
         parts = {0: (model.generation, model.version), **self._shard.relay_parts}
         return all(parts.get(index) == each for index, each in enumerate(model.cut.shards))
+
+    def has_failed(self) -> bool:
+        """Tell whether another shard has tried to get its part of the cut, and could not.
+
+        It asks shard 0 again then. At first it may ask because it has not heard of the cut.
+        """
+        return max(self._shard.relay_failures.values(), default=0) > 1
 
     def is_readable(self, cut: Cut) -> bool:
         """Tell whether readers get a cut."""
@@ -182,8 +192,7 @@ class Relay:
 
     def _go_to(self, cut: Cut) -> None:
         with self._going:
-            if len(cut.shards) != self._settings.num_shards:
-                raise Rejected(ErrorCode.SHARD_MISMATCH, f"the source has {len(cut.shards)} shards by now")
+            self._require_shards(cut)
             if self._has(cut) and self._buffers_digest() == self._wanted_buffers(cut):
                 self._note(cut)
                 return
@@ -194,6 +203,14 @@ class Relay:
             fetched = self._source.read(transfer, cut, held, self._buffers() if held is not None else b"")
             transfer.end()
             self._take(cut, layout, span, fetched)
+
+    def _require_shards(self, cut: Cut) -> None:
+        if len(cut.shards) != self._settings.num_shards:
+            raise Rejected(
+                ErrorCode.SHARD_MISMATCH,
+                f"the source has {len(cut.shards)} shards, this relay {self._settings.num_shards}: start the relay "
+                "again, with another --data-dir",
+            )
 
     def _has(self, cut: Cut) -> bool:
         """Tell whether this shard has its part of a cut."""
@@ -314,7 +331,11 @@ class Relay:
             now = self._shard.model
             return None if now is None else _read(now, entries)
 
-        if self._transfer is None or self._transfer.layout is not layout or self._transfer.span != span:
+        if (
+            self._transfer is None
+            or self._transfer.layout.fingerprint != layout.fingerprint
+            or self._transfer.span != span
+        ):
             self._transfer = CutTransfer(self._index, layout, span, self._dtype, read)
         return self._transfer
 

@@ -76,5 +76,5 @@ def _kept(data_dir: Path | None) -> int:
     """Return how many shards a data directory is of; 0 if it is of none."""
     if data_dir is None or not data_dir.is_dir():
         return 0
-    found = [_SHARD.fullmatch(path.name) for path in sorted(data_dir.iterdir())]
-    return max((int(match[1]) for match in found if match is not None), default=0)
+    found = [(path.stat().st_mtime, _SHARD.fullmatch(path.name)) for path in data_dir.iterdir()]
+    return max(((newest, int(match[1])) for newest, match in found if match is not None), default=(0.0, 0))[1]

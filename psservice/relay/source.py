@@ -115,9 +115,11 @@ class Source:
             settings = self._settings
             addresses, security = addresses_of(settings, _ANSWER_SECONDS)
             if len(addresses) != settings.num_shards:
+                _require_answer(addresses[0], security)
                 raise SourceError(
-                    f"{settings.relay_of} has {len(addresses)} shards, this relay {settings.num_shards}: start the "
-                    "relay again, with another --data-dir"
+                    f"{settings.relay_of} is the address of {len(addresses)} shards, and this relay has "
+                    f"{settings.num_shards}: name each shard of the source; or, if it has another number of shards by "
+                    "now, start the relay again with another --data-dir"
                 )
             used = {0, self._index}
             self._channels = [
@@ -160,6 +162,16 @@ class Source:
         for channel in channels:
             with suppress(Exception):
                 channel.close()
+
+
+def _require_answer(address: str, security: Security) -> None:
+    """Raise :class:`SourceError` if a server does not answer: then nobody knows its shards."""
+    with open_channel(address, security, _OPTIONS) as channel:
+        try:
+            stub = ParameterServerServiceStub(channel)
+            stub.GetStatus(pb.GetStatusRequest(brief=True), timeout=_ANSWER_SECONDS)
+        except grpc.RpcError as error:
+            raise SourceError(explain(error, address)) from error
 
 
 def _moving(call: Any) -> Iterator[bytes]:

@@ -65,7 +65,11 @@ class ShardCalls:
             told = Part(version.generation, version.version, digests, request.publication)
             shard.cuts.hear(request.shard_index, request.cut, told)
         if request.HasField("relayed") and shard.go_to is not None and self._may_tell(call):
-            shard.relay_parts[request.shard_index] = request.relayed.generation, request.relayed.version
+            part, index = (request.relayed.generation, request.relayed.version), request.shard_index
+            shard.relay_parts[index] = part
+            if shard.relayed is not None and index < len(shard.relayed.shards):
+                shard.relay_failures.setdefault(index, 0)
+                shard.relay_failures[index] += part != shard.relayed.shards[index][:2]
         number, news = shard.news, news_of(shard)  # in this order: what changes from here on changes the number
         fingerprint = _fingerprint(news)
         if request.known == fingerprint and call.wait_seconds and not call.is_late:
@@ -86,8 +90,10 @@ def question_of(shard: Shard, known: int) -> pb.FollowRunRequest:
         first, *more = part.digests
         version = pb.ShardVersion(generation=part.generation, version=part.version, digest=first)
     model, relayed = shard.model, None
-    if shard.go_to is not None and model is not None:
-        relayed = pb.ShardVersion(generation=model.generation, version=model.version)
+    if shard.go_to is not None:
+        relayed = pb.ShardVersion()
+        if model is not None:
+            relayed = pb.ShardVersion(generation=model.generation, version=model.version)
     return pb.FollowRunRequest(
         shard_index=shard.settings.shard_index,
         num_shards=shard.settings.num_shards,
@@ -168,8 +174,11 @@ class Follower:
         now = self._shard.environment.monotonic()
         if not self._complained or now - self._complained >= _COMPLAINT_SECONDS:
             self._complained = now
+            what = "shard 0 cannot be followed (--coordinator): this shard serves on, and takes snapshots by itself"
+            if self._shard.go_to is not None:
+                what = "this shard of a relay cannot go on: shard 0 is away, or its part of the source cannot be read"
             log.warning(
-                "shard 0 cannot be followed (--coordinator): this shard serves on, and takes snapshots by itself",
+                what,
                 extra={"coordinator": address, "error": why},
             )
 

@@ -8,6 +8,7 @@ from pscore.wire.errors import Rejected
 from pscore.wire.messages import type_from_message, type_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cuts.cuts import Wanted
+from psservice.feed.relayed_shard import RelayedShard
 from psservice.shard import publication
 from psservice.shard.lifecycle import close_rounds_after_leave, end_if_over
 from psservice.shard.shard import End, Shard
@@ -80,6 +81,8 @@ def follow(shard: Shard, news: pb.RunNews) -> None:
     worker = Identity(news.last_worker.worker_id, news.last_worker.incarnation)
     with shard.join_lock:  # under which a restore undoes an end
         is_over = news.run_state == pb.RUN_STATE_FINISHED and news.generation != shard.undone_end
+        if isinstance(shard.model, RelayedShard):  # whose shard 0 may not be back yet where this one is
+            is_over &= [each.generation for each in shard.model.cut.shards[:1]] == [news.generation]
         shard.ends_with = End(worker, news.last_step, news.generation) if is_over else None
     if is_over and shard.model is not None:
         shard.apply_thread.run(lambda: end_if_over(shard))

@@ -104,6 +104,7 @@ class Shard:
         undone_end: shard 0's generation in the end before which this shard has gone back; 0 if there is none.
         relayed: the cut of the source to which a relay's shards go; on shard 0.
         relay_parts: generation and version that each other shard of a relay has told; on shard 0.
+        relay_failures: how often each has asked shard 0 without the cut that ``relayed`` names; on shard 0.
         go_to: brings a relay's shard to a cut of the source; ``None`` on other servers.
         lease_ends: the thread that ends leases by the clock, once the shard is open.
         installing: whether another model is on its way in: joining workers wait for it. Set under ``join_lock``.
@@ -161,6 +162,7 @@ class Shard:
         self.durability = Durability(self, on_health, self.tell_shards)
         self.relayed: Cut | None = None
         self.relay_parts: dict[int, tuple[int, int]] = {}
+        self.relay_failures: dict[int, int] = {}
         self.go_to: Callable[[Cut], None] | None = None
         self.cuts = Cuts(self, settings.cut_seconds, settings.num_shards)
 

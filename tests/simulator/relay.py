@@ -15,7 +15,7 @@ from tests.simulator.fleet import Host
 from tests.simulator.network import CutError, Link, RefusedError
 from tests.simulator.witness import bits, require
 
-TURNS = 50  # a tenth of a second each, in which all shards get a cut
+TURNS = 50  # a tenth of a second each, in which readers get a cut
 
 
 class NotHereError(Exception):
@@ -150,12 +150,16 @@ class RelayHost(Host):
         self.require_alive()
         cut = Cut.from_message(answer.cut)
         if cut != known:
+            self.shard.relay_failures.clear()
             self.shard.relayed = cut
             self.shard.tell_shards()
             await self._fetching(lambda: self.shard.go_to(cut))
-            for done in (self.relay.is_together, lambda: self.relay.is_readable(cut)):
-                for _ in range(TURNS):
-                    if done():
-                        break
-                    await asyncio.sleep(0.1)
+            while not self.relay.is_together():
+                if self.relay.has_failed():
+                    raise CutError
+                await asyncio.sleep(0.1)
+            for _ in range(TURNS):
+                if self.relay.is_readable(cut):
+                    break
+                await asyncio.sleep(0.1)
         return cut
