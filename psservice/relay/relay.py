@@ -344,7 +344,7 @@ class Relay:
         if self._digest is None or self._digest[:2] != (model, model.version):
             digest = ModelDigest(model.layout)
             for part in cut_span(model.span, _BLOCK):
-                digest.add(_read(model, SparseSlice(part, None, torch.empty(0, device="cpu"))))
+                digest.add(_read(model, SparseSlice(part, None, torch.empty(0, dtype=torch.float32, device="cpu"))))
             self._digest = model, model.version, digest
         return self._digest[2]
 
