@@ -48,7 +48,7 @@ def made(draw):
     names = draw(st.lists(texts, min_size=1, max_size=12, unique=True))
     kinds = [draw(st.sampled_from(["parameter", "buffer", "frozen"])) for _ in names]
     specs = [
-        TensorSpec(name, tuple(draw(st.lists(st.sampled_from([1, 127, 128, 1 << 20]), max_size=3))), F32, aliases)
+        TensorSpec(name, tuple(draw(st.lists(st.sampled_from([1, 127, 128, 1 << 10]), max_size=3))), F32, aliases)
         for name, aliases in ((name, tuple(draw(st.lists(texts, max_size=2)))) for name in names)
     ]
     of = {kind: tuple(spec for spec, mine in zip(specs, kinds, strict=True) if mine == kind) for kind in set(kinds)}
