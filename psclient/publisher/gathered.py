@@ -1,4 +1,4 @@
-"""A model of which each rank has blocks: every rank compares its own, and the first one publishes what differs.
+"""A model of which each rank has blocks: every rank compares its own, and the first one publishes the changes.
 
 What differs, a share of the model, goes to the first rank over the ranks' own network; all of it goes there once. So
 the feed's line, which is slower, has one publisher that pushes one stream, and the ranks need no agreement of their
@@ -213,7 +213,7 @@ class Gathered:
                 self._tell(rank, {"do": "end", "published": None, "held": None, "error": None} | how)
 
     def _meet(self, source: Source) -> None:
-        """Learn what every rank has, and agree on who sends what; raises a rank's :class:`ConfigurationError`."""
+        """Learn the blocks of every rank, and which rank sends which; raises a rank's :class:`ConfigurationError`."""
         faults: list[SparsepsError] = []
         descriptions = [b""]
         try:
@@ -318,7 +318,7 @@ class Gathered:
         yield from joined(each for position in sorted(found) for each in self._segments(position, found.pop(position)))
 
     def _segments(self, position: int, parts: list[tuple[Places, Words]]) -> Iterator[SparseSlice]:
-        """Merge what ranks have sent of one tensor."""
+        """Merge the words of one tensor that ranks have sent."""
         layout = self._layout
         assert layout is not None
         places = np.concatenate([each for each, _ in parts])
@@ -387,7 +387,7 @@ class Gathered:
     # On the other ranks
 
     def _serve(self, source: Source) -> Published:
-        """Do what the first rank asks for, until it tells how the publication has ended."""
+        """Answer the first rank's commands, until it tells how the publication has ended."""
         part, messages, fault, description = self._part, self._messages, None, b""
         try:
             description = part.take(source)
@@ -436,7 +436,7 @@ def _held_of(plain: list[Any] | None) -> Held | None:
 
 
 def _blocks_of(description: bytes) -> list[Block]:
-    """Read what :meth:`Part.take` wrote."""
+    """Read the description of :meth:`Part.take`."""
     return [
         Block(
             TensorSpec(name, tuple(shape), getattr(torch, dtype)),

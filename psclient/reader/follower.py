@@ -45,7 +45,7 @@ from pscore.model.digest import ModelDigest
 from pscore.model.layout import ModelLayout
 from pscore.model.sparse_slice import SparseSlice
 from pscore.reader.cut import Cut
-from pscore.reader.transfer import FetchedShard
+from pscore.reader.transfer import CutTransfer, FetchedShard
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.layouts import unpack_layout
 from pscore.wire.messages import type_to_message
@@ -433,7 +433,8 @@ class _Following:
             spans = layout.shard_spans(len(cut.shards))
             each = enumerate(zip(self._connections, spans, strict=True))
             self._readers = [
-                ShardReader(connection, i, layout, span, dtype, self._read) for i, (connection, span) in each
+                ShardReader(connection, CutTransfer(i, layout, span, dtype, self._read))
+                for i, (connection, span) in each
             ]
             self._require_newer(cut)  # than what the sink has been found to hold
         if cut != self._cut:

@@ -1,34 +1,20 @@
 """One shard's values in a cut, fetched over a connection that may break."""
 
-from collections.abc import Callable
-
-import torch
-
 from psclient.errors import ServerFaultError
 from psclient.rpc.channel import Connection, RetryPolicy
 from psclient.rpc.stream import Bandwidth, Stream
-from pscore.model.layout import ModelLayout, Span
-from pscore.model.sparse_slice import SparseSlice
 from pscore.reader.cut import Cut
 from pscore.reader.transfer import CutTransfer, FetchedShard, digest_of_buffers
 from pscore.wire.errors import Rejected
 
 
 class ShardReader:
-    """Fetches one shard's part of cuts over a connection; the arguments are those of :class:`CutTransfer`."""
+    """Fetches one shard's part of cuts, by a transfer, over a connection."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        index: int,
-        layout: ModelLayout,
-        span: Span,
-        dtype: torch.dtype | None = None,
-        read: Callable[[SparseSlice], SparseSlice | None] = lambda entries: None,
-    ) -> None:
-        self.connection, self.index, self.span = connection, index, span
+    def __init__(self, connection: Connection, transfer: CutTransfer) -> None:
+        self.connection, self.index, self.span = connection, transfer.index, transfer.span
         self.downlink = Bandwidth()
-        self._transfer = CutTransfer(index, layout, span, dtype, read)
+        self._transfer = transfer
 
     def fetch(self, cut: Cut, held: Cut | None, buffers: bytes, policy: RetryPolicy) -> FetchedShard | Rejected:
         """Return what leads from the held cut, and packed buffers, to another one; a refusal, such as ``NO_SUCH_CUT``.

@@ -1,1 +1,1 @@
-"""What readers of a model have in common: cuts, and what comes of one."""
+"""Cuts of a model, and the transfer of one shard's part: for followers and relays."""

@@ -1,4 +1,4 @@
-"""What comes of one shard in a cut: all, or what has changed; a transfer that was cut off goes on where it was."""
+"""The transfer of one shard's part of a cut: all values, or changes; one that was cut off goes on where it was."""
 
 import hashlib
 import time
@@ -29,7 +29,7 @@ def digest_of_buffers(packed: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class FetchedShard:
-    """What came of one shard: entries to write over the values of ``base``; all of them if that is ``None``.
+    """The fetched part of one shard: entries to write over the values of ``base``; all of them if that is ``None``.
 
     ``buffers`` are packed; empty if none came. ``received_bytes`` came within ``seconds`` behind the header.
     """
@@ -54,7 +54,7 @@ class _Partial:
 
 
 class CutTransfer:
-    """Asks for one shard's part of cuts, and reads what comes; of one that breaks off, the beginning is kept.
+    """Asks for one shard's part of cuts, and reads the answers; of one that breaks off, the beginning is kept.
 
     Args:
         index: the shard's number.
@@ -77,7 +77,7 @@ class CutTransfer:
         self._partial: _Partial | None = None
 
     def asked(self, cut: Cut, held: Cut | None, buffers: bytes, bytes_per_second: float | None = None) -> "Attempt":
-        """Return an attempt to get what leads from the held cut, and packed buffers, to another cut."""
+        """Return an attempt to get the difference from the held cut, and packed buffers, to another cut."""
         version, base = cut.shards[self.index], None
         if held is not None and len(held.shards) == len(cut.shards):
             base = held.shards[self.index]
@@ -195,7 +195,7 @@ class CutTransfer:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt of a transfer: ``request`` is sent, and :meth:`read` what comes."""
+    """One attempt of a transfer: ``request`` is sent, and :meth:`read` reads the answer."""
 
     transfer: CutTransfer
     request: pb.ReadCutRequest

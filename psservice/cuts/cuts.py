@@ -363,7 +363,7 @@ class Cuts:
             began = time.perf_counter()
 
     def _idle_pause(self) -> float:
-        return 0.0 if self._clock() < self._asked_at + _IDLE_SECONDS else _IDLE_PAUSE_SECONDS
+        return 0.0 if self.is_asked else _IDLE_PAUSE_SECONDS
 
     def keep_up(self) -> bool:
         """Make a cut if it is time and readers ask; after an hour without a question keep nothing.
@@ -373,7 +373,7 @@ class Cuts:
         with self._lock:
             now, had_readers = self._clock(), self.wanted.number != 0
             goes_on = not self._stopping.is_set() and now < self._asked_at + _FORGET_SECONDS
-            is_asked = now < self._asked_at + _IDLE_SECONDS
+            is_asked = self.is_asked
             if not goes_on:  # the next question starts a thread
                 self._thread = None
                 self._free()
@@ -389,7 +389,7 @@ class Cuts:
 
     def forget_if_idle(self) -> None:
         """Keep nothing if nobody has asked for a while; on shard 0."""
-        if self._asked_at + _IDLE_SECONDS < self._clock():
+        if not self.is_asked:
             self.forget()
 
     def forget(self) -> None:

@@ -1,6 +1,5 @@
 """One shard's part of a cut: its values at one version, their digests, and the replies that bring readers there."""
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ from pscore.model.buffers import pack
 from pscore.model.layout import Span
 from pscore.model.modelfile import StateDict
 from pscore.model.sparse_slice import SparseSlice
+from pscore.reader.transfer import digest_of_buffers
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.frames import WireForm
 from psservice.cuts.cut_view import Changes, CutView, Find, values_of
@@ -19,8 +19,6 @@ from psservice.model.parameters import rounded_slices
 from psservice.model.shared_results import SharedResults
 from psservice.replies.exact_reply import ModelValues, Reserve
 from psservice.replies.shared_reply import DenseMessages, ReplyMessages, Residues, Segment, SharedReply
-
-_BUFFERS_DIGEST_BYTES = 16
 
 
 class Held(NamedTuple):
@@ -70,8 +68,7 @@ class ShardCut:
         self.publication = self.model.publication_at(self.version)
         views = {dtype: shadow.views[dtype] for dtype in types}
         self.buffers = pack(buffers[spec.name] for spec in self.model.layout.buffers) if buffers else b""
-        digest = hashlib.blake2b(self.buffers, digest_size=_BUFFERS_DIGEST_BYTES).digest()
-        self.buffers_digest = digest if self.buffers else b""
+        self.buffers_digest = digest_of_buffers(self.buffers) if self.buffers else b""
         self.values = values = shadow.values()
         self.views = {
             dtype: CutView(values, each.layout, each.digest, each.stamps, each.tracks) for dtype, each in views.items()

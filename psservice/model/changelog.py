@@ -24,7 +24,7 @@ _SCAN_FROM = 1 / 256  # share of n from which marking and scanning a bitmap of n
 
 
 class Change(NamedTuple):
-    """What a version has changed of the version before."""
+    """The elements that a version has changed, and the version before."""
 
     before: int
     version: int

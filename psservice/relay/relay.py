@@ -85,7 +85,7 @@ class Relay:
         return 0.0 if lost_at is None else self._shard.environment.monotonic() - lost_at
 
     def close(self) -> None:
-        """Break off what is under way, and end the thread."""
+        """Break off the calls that are under way, and end the thread."""
         self._closing.set()
         self._source.close()
         if self._thread is not None:
@@ -226,7 +226,7 @@ class Relay:
             self._commit(cut, part.version, None, b"")
 
     def _take(self, cut: Cut, layout: ModelLayout, span: Span, fetched: FetchedShard) -> None:
-        """Check what has come, and make it this shard's version."""
+        """Check a fetched part, and make it this shard's version."""
         part, shard = cut.shards[self._index], self._shard
         wanted = self._wanted_buffers(cut)
         buffers = fetched.buffers or (self._buffers() if wanted else b"")
@@ -259,7 +259,7 @@ class Relay:
         log.debug("version relayed", extra={"version": part.version, "bytes": fetched.received_bytes})
 
     def _commit(self, cut: Cut, before: int, update: SparseSlice | None, buffers: bytes) -> None:
-        """Write down what leads from a version to that of a cut, and assign it."""
+        """Write down the difference from a version to that of a cut, and assign it."""
         part, shard = cut.shards[self._index], self._shard
         record = rec.Relayed(
             generation=part.generation, version=part.version, before=before, buffers=buffers, parts=_parts_of(cut)
@@ -269,7 +269,7 @@ class Relay:
         shard.apply_thread.run(lambda: shard.commit(record, there, body))
 
     def _install(self, cut: Cut, layout: ModelLayout, span: Span, update: SparseSlice | None, buffers: bytes) -> None:
-        """Put a whole model in the place of what is here: the first one, or that of another generation or run."""
+        """Put a whole model in the place of this shard's: the first one, or that of another generation or run."""
         shard, part = self._shard, cut.shards[self._index]
         assert update is not None
 
@@ -375,7 +375,7 @@ def _parts_of(cut: Cut) -> list[rec.RelayedPart]:
 
 
 def _read(model: ModelShard, entries: SparseSlice) -> SparseSlice:
-    """Return what a shard has at the places of entries, on the host."""
+    """Return a shard's values at the places of entries, on the host."""
     start = entries.span.start - model.span.start
     if entries.offsets is None:
         return SparseSlice(entries.span, None, model.theta[start : start + entries.span.length].cpu())

@@ -44,7 +44,7 @@ def _ask(settings: ServerSettings) -> int:
 
 
 def _answer(settings: ServerSettings, write_end: int) -> None:
-    """Write what the source says, and end this process."""
+    """Write the source's answer, and end this process."""
     import grpc
 
     from pscore.net.channels import ChannelError, explain, open_channel

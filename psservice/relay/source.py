@@ -1,4 +1,4 @@
-"""The server that a relay follows: its cuts, and what leads to one."""
+"""The server that a relay follows: its cuts, and the differences that lead to one."""
 
 import threading
 import time
@@ -58,13 +58,13 @@ def addresses_of(settings: ServerSettings, seconds: float) -> tuple[tuple[str, .
 
 
 class CutSource(Protocol):
-    """What a relay needs of its source."""
+    """The calls that a relay makes to its source."""
 
     def await_cut(self, request: pb.AwaitCutRequest) -> pb.AwaitCutResponse:
         """Ask the source's shard 0; raises :class:`SourceError`, and :class:`Rejected` as the source does."""
 
     def read(self, transfer: CutTransfer, cut: Cut, held: Cut | None, buffers: bytes) -> FetchedShard:
-        """Return what leads to a cut in this shard; raises as :meth:`await_cut`, and ``transfer`` keeps a beginning."""
+        """Return the difference to a cut in this shard; raises as :meth:`await_cut`. ``transfer`` keeps a beginning."""
 
     def close(self) -> None:
         """Break off every call."""
@@ -190,7 +190,7 @@ def _moving(call: Any) -> Iterator[bytes]:
         for message in call:
             moved[0] = time.monotonic()
             yield message
-            moved[0] = time.monotonic()  # what reading it took is not the line's time
+            moved[0] = time.monotonic()  # the time of reading it is not the line's
     finally:
         ended.set()
         watcher.join()

@@ -44,7 +44,7 @@ class OperatorCalls:
         return pb.FinishRunResponse(version=shard.require_model(None).version, final_model=path)
 
     def _require_no_relay(self, what: str) -> None:
-        """Refuse what a relay cannot do: its versions are those of its source."""
+        """Refuse a call that changes the run if this is a relay: its versions are those of its source."""
         source = self._shard.settings.relay_of
         if source:
             why = f"this server relays {source}, and goes where that goes: a run is {what} there"
