@@ -182,6 +182,18 @@ class RolledBackError(SparsepsError, RuntimeError):
     """The server has an older model than the follower, or that of another run, and the follower keeps its own."""
 
 
+class EngineError(SparsepsError, RuntimeError):
+    """An engine of inference did not take a version; it keeps the one before, or is to be updated before it serves.
+
+    Attributes:
+        url: of the engine's server.
+    """
+
+    def __init__(self, url: str, why: str) -> None:
+        super().__init__(f"{url}: {why}")
+        self.url = url
+
+
 class ServerNotReadyError(SparsepsError, RuntimeError):
     """The server answers, but has no model, and another worker that should upload it does not finish."""
 

@@ -23,7 +23,7 @@ ROOMS = {
     ],
     "psclient": [
         ["__init__", "__main__"],
-        ["cli", "data", "schedules"],
+        ["cli", "data", "integrations", "schedules"],
         ["node"],
         ["optim", "publisher"],
         ["engine", "reader"],

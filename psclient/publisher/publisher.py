@@ -23,6 +23,7 @@ from psclient.rpc.shard_stream import EncodedPart, ShardStream
 from psclient.settings import ClientSettings, Server
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice, entries
+from pscore.reader.cut import weight_version
 from pscore.wire import frames
 from pscore.wire.dense import bytes_of
 from pscore.wire.errors import ErrorCode, Rejected
@@ -151,14 +152,18 @@ class Publisher:
             run, has_words = self._begin(words)
             if has_words and self._has_base(run):  # it was uploaded
                 self._note(run)
-                size = self._baseline.layout.size
-                return Published(run.coordinator.version, size, run.upload_bytes, time.perf_counter() - began)
+                return self._published(run, self._baseline.layout.size, run.upload_bytes, began)
         else:
             self._settle(run)
         most = int(_MOST_CHANGED * self._baseline.layout.size)
         changes = None if has_words else _Changes(words.differences(self._baseline), most)
-        version, changed, nbytes = self._send(run, changes)
-        return Published(version, changed, nbytes, time.perf_counter() - began)
+        return self._published(run, *self._send(run, changes), began)
+
+    @staticmethod
+    def _published(run: Run, changed: int, nbytes: int, began: float) -> Published:
+        """Describe the version that every shard now has."""
+        name = weight_version(run.identity.run_id, [(shard.generation, shard.version) for shard in run.shards])
+        return Published(run.coordinator.version, changed, nbytes, time.perf_counter() - began, name)
 
     def _begin(self, words: WordSource) -> tuple[Run, bool]:
         """Join, and upload the words if the server has nothing; return whether the baseline has them all."""
@@ -183,8 +188,8 @@ class Publisher:
                 shard.adopt(generation, version=version)
         return run, not is_known
 
-    def _send(self, run: Run, changes: "_Changes | None") -> tuple[int, int, int]:
-        """Publish changes, or all words of the baseline; return the version, the number of words, and of bytes."""
+    def _send(self, run: Run, changes: "_Changes | None") -> tuple[int, int]:
+        """Publish changes, or all words of the baseline; return the number of words, and of bytes."""
         nbytes = 0
         for _ in run.joining_again("publications"):
             if changes is not None and (changes.are_many or not self._has_base(run)):
@@ -209,7 +214,7 @@ class Publisher:
                 self._prepared = _Prepared(version, seen, tuple((each, version) for each in generations))
                 refused = self._settle(run)
             if refused is None:
-                return version, self._baseline.layout.size if changes is None else entries(changes.seen), nbytes
+                return self._baseline.layout.size if changes is None else entries(changes.seen), nbytes
             if refused.reason is ErrorCode.TOO_STALE:  # the feed has another version
                 self._forget_base(run)
             elif refused.reason not in REJOIN_REASONS:

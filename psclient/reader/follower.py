@@ -34,7 +34,7 @@ from psclient.reader.lag import Lag
 from psclient.reader.module_sink import ModuleSink, Rename
 from psclient.reader.patch_sink import PatchReceiver, PatchSink
 from psclient.reader.shard_reader import ShardReader
-from psclient.reader.sink import MisfitError, Sink, StagedCut
+from psclient.reader.sink import CutDeclinedError, MisfitError, Sink, StagedCut
 from psclient.rpc.channel import Connection, RetryPolicy, pause, suppress_errors
 from psclient.rpc.resolver import connect
 from psclient.rpc.shard_stream import WAIT_SHARE
@@ -527,6 +527,9 @@ class _Following:
         is_whole = all(part.base is None for part in fetched)
         try:
             self._sink.stage(StagedCut(cut, layout, changes, before, buffers, is_whole))
+        except CutDeclinedError:
+            self._sink.abort()
+            return  # the next cut is waited for
         except BaseException:
             self._sink.abort()
             raise

@@ -37,7 +37,7 @@ class Patch:
 class PatchReceiver(Protocol):
     """What takes patches. It is called from the follower's thread."""
 
-    def stage(self, patches: Sequence[Patch]) -> None:
+    def stage(self, cut: Cut, patches: Sequence[Patch]) -> None:
         """Get everything ready that can fail, without a change that anybody sees."""
 
     def commit(self, cut: Cut) -> None:
@@ -118,7 +118,7 @@ class PatchSink(Sink):
         self._cut = staged.cut
         buffers = zip(staged.layout.buffers, staged.buffers or (), strict=False)
         self._receiver.stage(
-            [*patches_of(staged.layout, staged.changes, self.read), *(_whole(*each) for each in buffers)]
+            staged.cut, [*patches_of(staged.layout, staged.changes, self.read), *(_whole(*each) for each in buffers)]
         )
 
     def commit(self) -> None:
@@ -153,7 +153,7 @@ class PatchSink(Sink):
     def _restore(self, copy: DirectorySink, cut: Cut) -> None:
         """Hand the receiver all that the directory holds."""
         try:
-            self._receiver.stage([_whole(*each) for each in copy.tensors()])
+            self._receiver.stage(cut, [_whole(*each) for each in copy.tensors()])
         except BaseException:
             self._receiver.abort()
             raise

@@ -17,6 +17,13 @@ class MisfitError(ConfigurationError):
     """The sink has other tensors than the model: for good, or until a conversion of it is done."""
 
 
+class CutDeclinedError(Exception):
+    """The sink wants a later cut than the one that it was to stage; the follower drops this one, and waits for that."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(f"version {version} is not wanted here")
+
+
 @dataclass(frozen=True, slots=True)
 class StagedCut:
     """A cut that was fetched and verified.
@@ -87,7 +94,7 @@ class Sink(ABC):
 
     @abstractmethod
     def stage(self, staged: StagedCut) -> None:
-        """Get everything ready, so that the commit can hardly fail."""
+        """Get everything ready, so that the commit can hardly fail; may raise :class:`CutDeclinedError`."""
 
     @abstractmethod
     def commit(self) -> None:

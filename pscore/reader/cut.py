@@ -1,6 +1,7 @@
 """Cuts: the versions of the whole model that readers get."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -46,8 +47,7 @@ class Cut:
     @property
     def weight_version(self) -> str:
         """A name of these values: run, generation of shard 0, and the sum of the shards' versions."""
-        first = self.shards[0]
-        return f"{self.run_id}/{first.generation:x}/{sum(shard.version for shard in self.shards)}"
+        return weight_version(self.run_id, [(shard.generation, shard.version) for shard in self.shards])
 
     def older_shard(self, other: "Cut") -> int | None:
         """Return a shard with a lower version than in another cut: the run has gone back, or has lost something."""
@@ -86,3 +86,8 @@ class Cut:
         if not shards or any(len(each.digest) != DIGEST_BYTES for each in shards):
             raise Rejected(ErrorCode.BAD_REQUEST, "a cut without shards, or without the digest of one")
         return cls(message.run_id, shards, message.buffers_digest, time.monotonic() - message.age_seconds)
+
+
+def weight_version(run_id: str, shards: Sequence[tuple[int, int]]) -> str:
+    """Return a name of the whole model's values, from the generation and the version of each shard."""
+    return f"{run_id}/{shards[0][0]:x}/{sum(version for _, version in shards)}"

@@ -26,7 +26,7 @@ class Engine:
         }
         self.staged, self.cuts, self.fails = [], [], False
 
-    def stage(self, patches):
+    def stage(self, cut, patches):
         self.staged = list(patches)
 
     def commit(self, cut):

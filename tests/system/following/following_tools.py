@@ -64,7 +64,7 @@ class SleepyEngine:
     def __init__(self, fails_at=()):
         self.tensors, self.staged, self.commits, self.fails_at = {}, [], 0, set(fails_at)
 
-    def stage(self, patches):
+    def stage(self, cut, patches):
         self.staged = patches
 
     def commit(self, cut):

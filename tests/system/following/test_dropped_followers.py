@@ -57,7 +57,7 @@ class Engine:
     def __init__(self, fails):
         self.fails, self.failures, self.follower = fails, 0, None
 
-    def stage(self, patches):
+    def stage(self, cut, patches):
         pass
 
     def commit(self, cut):

@@ -71,9 +71,9 @@ def test_it_is_not_ready_while_it_holds_a_mixture(tmp_path):
         follower.wait_for(0, SECONDS)
         real = engine.stage
 
-        def stage(patches):
+        def stage(cut, patches):
             ready.append(follower.ready)
-            real(patches)
+            real(cut, patches)
 
         engine.stage = stage
         follower.wait_for(run.step(), SECONDS)

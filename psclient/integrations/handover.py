@@ -1,0 +1,155 @@
+"""Patches that an engine installs itself, in a thread of its own, when it is told which version to have."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from psclient.errors import FollowerNotReadyError
+from psclient.executor import is_cancelled
+from psclient.reader.follower import Follower
+from psclient.reader.patch_sink import Patch
+from psclient.reader.sink import CutDeclinedError
+from pscore.reader.cut import Cut
+
+_POLL_SECONDS = 0.1
+
+
+class Handover:
+    """A receiver of patches for an engine that changes its model at safe points alone.
+
+    The follower's thread stages a version ahead of time, and keeps it until the engine wants one. :meth:`bring`, which
+    the engine calls in its own thread at such a point, installs the version that is wanted. If another one is staged,
+    the follower drops it, and fetches the one that is wanted as one difference.
+
+    Args:
+        check: called in the follower's thread with the patches of a version before it is staged; raises if the engine
+            cannot take them, which leaves the engine as it is.
+        install: applies patches to the engine, in the thread that calls :meth:`bring`. If it raises, the engine counts
+            as poisoned until all of the model was installed.
+    """
+
+    def __init__(self, check: Callable[[Sequence[Patch]], None], install: Callable[[Sequence[Patch]], None]) -> None:
+        self._check, self._install = check, install
+        self._changed = threading.Condition()
+        self._patches: Sequence[Patch] = ()
+        self._staged: Cut | None = None
+        self._wanted = ""  # weight version that the engine waits for
+        self._is_due = False  # the staged version is to be installed now
+        self._outcome: BaseException | None = None  # of the last installation
+        self._refusal: Exception | None = None  # of the version that came last
+        self._held: Cut | None = None
+
+    @property
+    def held(self) -> Cut | None:
+        """The version that the engine has; ``None`` before the first one, and while it may have a mixture."""
+        return self._held
+
+    # In the follower's thread
+
+    def stage(self, cut: Cut, patches: Sequence[Patch]) -> None:
+        """Keep the patches of a version until the engine wants one.
+
+        Raises what ``check`` raises; :class:`CutDeclinedError` if the engine wants another version; and
+        ``InterruptedError`` if the follower is closed.
+        """
+        try:
+            self._check(patches)
+        except Exception as error:
+            with self._changed:
+                self._refusal = error
+            raise
+        with self._changed:
+            self._staged, self._patches, self._refusal = cut, patches, None
+            self._changed.notify_all()
+            while not self._wanted or is_past(cut.weight_version, self._wanted):
+                self._wait()
+            if self._held is not None and cut.weight_version != self._wanted:
+                raise CutDeclinedError(cut.version)
+
+    def commit(self, cut: Cut) -> None:
+        """Have the engine's thread install what is staged, and wait for that; raises if it has failed."""
+        with self._changed:
+            self._is_due = True
+            self._changed.notify_all()
+            while self._is_due:
+                self._wait()
+            if self._outcome is not None:
+                raise RuntimeError(f"the engine could not install version {cut.version}: {self._outcome!r}")
+
+    def abort(self) -> None:
+        """Drop what is staged."""
+        with self._changed:
+            self._staged, self._patches = None, ()
+
+    def _wait(self) -> None:
+        if is_cancelled():
+            raise InterruptedError("the follower is closed")
+        self._changed.wait(_POLL_SECONDS)
+
+    # In the engine's thread
+
+    def bring(self, follower: Follower, wanted: str, seconds: float) -> Cut:
+        """Install the version of this name (:attr:`Cut.weight_version`), and return it.
+
+        An engine without a whole version first gets the one that is staged, whichever that is.
+
+        Raises:
+            FollowerNotReadyError: the version does not come in ``seconds``, or the feed is past it.
+            Exception: what ``install`` has raised. The engine may then have a mixture.
+        """
+        end = time.monotonic() + seconds
+        with self._changed:
+            self._refusal = None  # the version is tried again
+        try:
+            while (patches := self._due(follower, wanted, end)) is not None:
+                self._apply(patches)
+        finally:
+            with self._changed:
+                self._wanted = ""
+        assert self._held is not None
+        return self._held
+
+    def _due(self, follower: Follower, wanted: str, end: float) -> Sequence[Patch] | None:
+        """Wait for a version to install, and return its patches; ``None``: the engine has the one that is wanted."""
+        with self._changed:
+            while True:
+                if self._held is not None and self._held.weight_version == wanted:
+                    return None
+                self._require_not_past(wanted)
+                if self._is_due:
+                    return self._patches
+                left = end - time.monotonic()
+                if follower.is_over or self._refusal is not None or left <= 0:
+                    why = self._refusal or follower.error or "it has not come in the time that the engine waits"
+                    raise FollowerNotReadyError(f"weight version {wanted} is not here: {why}") from self._refusal
+                self._wanted = wanted
+                self._changed.notify_all()
+                self._changed.wait(min(left, _POLL_SECONDS))
+
+    def _require_not_past(self, wanted: str) -> None:
+        for cut in (self._held, self._staged):
+            if cut is not None and is_past(cut.weight_version, wanted):
+                raise FollowerNotReadyError(
+                    f"weight version {wanted} is over: the engine can have {cut.weight_version}. Update every engine "
+                    "before the next version is published, or ask for that one"
+                )
+
+    def _apply(self, patches: Sequence[Patch]) -> None:
+        """Install what is staged, and tell the follower's thread how that went."""
+        cut, self._held, outcome = self._staged, None, None
+        try:
+            self._install(patches)
+            self._held = cut
+        except BaseException as error:
+            outcome = error
+            raise
+        finally:
+            with self._changed:
+                self._staged, self._patches, self._is_due, self._outcome = None, (), False, outcome
+                self._changed.notify_all()
+
+
+def is_past(one: str, other: str) -> bool:
+    """Tell whether the first of two weight versions is a later one of the same run and generation."""
+    (history, _, mine), (other_history, _, theirs) = one.rpartition("/"), other.rpartition("/")
+    return history == other_history and mine.isdecimal() and theirs.isdecimal() and int(mine) > int(theirs)

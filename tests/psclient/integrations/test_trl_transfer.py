@@ -1,0 +1,174 @@
+"""TRL's protocol for weights, over HTTP, to engines that follow: some die, some come back, some fail."""
+
+import logging
+import socket
+import threading
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+import psclient
+from psclient.errors import ConfigurationError, EngineError
+from psclient.integrations.trl import WeightTransfer
+from psclient.integrations.vllm import register
+from psclient.integrations.vllm_server import VllmServer
+from tests.psclient.integrations import vllm_interface
+from tests.psclient.integrations.vllm_http import VllmProcess
+from tests.psclient.integrations.vllm_interface import PackedModel, checkpoint
+from tests.system.publishing.publishing_tools import QUIET
+
+
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch):
+    vllm_interface.install(monkeypatch)
+    register()
+
+
+class Fleet:
+    """Two servers of vLLM, the first one with two ranks, and a trainer that has them updated as TRL does."""
+
+    def __init__(self, server):
+        self.init_info = {"server": server.addresses, "seconds": 30}
+        self.processes = [VllmProcess([PackedModel(rank, 2) for rank in range(2)]), VllmProcess([PackedModel()])]
+        publisher = psclient.Publisher(server, settings=QUIET)
+        servers = [VllmServer(process.url, self.init_info) for process in self.processes]
+        self.transfer = WeightTransfer(publisher, servers, dtype=torch.bfloat16)
+        self.policy = {name: tensor.float() for name, tensor in checkpoint().items()}
+        self.changes = 0
+        self.transfer.init_weight_transfer()
+
+    def sync(self):
+        """Train, and do what TRL does between steps."""
+        self.policy["k_proj.weight"].view(-1)[self.changes : self.changes + 3].mul_(2)
+        self.changes += 3
+        self.transfer.pause()
+        try:
+            self.transfer.send_weights(iter(self.policy.items()))
+        finally:
+            self.transfer.resume()
+
+    def has_newest(self, process):
+        tensors = {name: tensor.bfloat16() for name, tensor in self.policy.items()}
+        return all(model.holds(tensors) for model in process.models)
+
+    def close(self):
+        self.transfer.destroy()
+        for process in self.processes:
+            process.die()
+
+
+@pytest.fixture
+def fleet():
+    with psclient.LocalServer(cut_seconds=0.01) as server:
+        found = Fleet(server)
+        yield found
+        found.close()
+
+
+def test_engines_have_each_version_and_its_name(fleet):
+    for _ in range(3):
+        fleet.sync()
+        for process in fleet.processes:
+            assert fleet.has_newest(process)
+            assert not process.is_paused
+            assert process.weight_version == fleet.transfer.published.weight_version
+    assert [process.calls.count("/init_weight_transfer_engine") for process in fleet.processes] == [1, 1]
+    assert all(model.reloads == 1 for process in fleet.processes for model in process.models)
+    assert fleet.transfer.published.changed == 3
+
+
+def test_an_engine_that_dies_holds_nobody_up_and_its_replacement_gets_the_newest_version(fleet, caplog):
+    fleet.sync()
+    dead = fleet.processes[1]
+    dead.die()
+    with caplog.at_level(logging.WARNING, "psclient"):
+        fleet.sync()
+    assert fleet.has_newest(fleet.processes[0])
+    assert [record.message for record in caplog.records if "left out" in record.message] == [
+        f"an engine is left out: {dead.url}: POST /pause?mode=keep was not answered: [Errno 111] Connection refused"
+    ]
+    fleet.processes[1] = new = VllmProcess([PackedModel()], dead.port)
+    fleet.sync()
+    assert fleet.has_newest(new)
+    assert not new.is_paused
+    assert new.weight_version == fleet.transfer.published.weight_version
+
+
+def test_an_engine_that_fails_half_way_stays_paused_until_it_has_a_whole_version(fleet):
+    fleet.sync()
+    good, broken = fleet.processes
+    before = broken.weight_version
+    broken.models[0].fails = True
+    fleet.sync()
+    assert fleet.has_newest(good)
+    assert not good.is_paused
+    assert broken.is_paused
+    assert broken.weight_version == before
+    broken.models[0].fails = False
+    fleet.sync()
+    assert fleet.has_newest(broken)
+    assert not broken.is_paused
+
+
+def test_if_no_engine_takes_a_version_the_trainer_is_told(fleet):
+    fleet.sync()
+    for process in fleet.processes:
+        process.models[0].fails = True
+    with pytest.raises(EngineError, match="out of memory") as caught:
+        fleet.sync()
+    assert caught.value.url in {process.url for process in fleet.processes}
+    assert all(process.is_paused for process in fleet.processes)
+
+
+def test_an_update_that_another_controller_never_finished_is_finished(fleet):
+    fleet.sync()
+    fleet.processes[0].is_updating = True
+    fleet.sync()
+    assert fleet.has_newest(fleet.processes[0])
+    assert fleet.processes[0].models[0].reloads == 1
+
+
+def test_without_engines_versions_are_published_for_whoever_follows():
+    policy, module = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    with psclient.LocalServer(cut_seconds=0.01) as server, ExitStack() as stack:
+        transfer = WeightTransfer(psclient.Publisher(server, settings=QUIET))
+        stack.callback(transfer.destroy)
+        transfer.pause()
+        transfer.send_weights(policy.named_parameters())
+        transfer.resume()
+        with psclient.follow(server, module) as follower, follower.at_least(transfer.published.version, 60) as cut:
+            assert cut.weight_version == transfer.published.weight_version
+            assert torch.equal(module.weight, policy.weight)
+
+
+def test_a_server_without_the_routes_says_how_to_start_it():
+    process = VllmProcess([], in_dev_mode=False)
+    try:
+        with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
+            VllmServer(process.url, {}).update("run/0/1")
+    finally:
+        process.die()
+
+
+def test_what_is_no_server_of_http_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+        def answer():
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(EngineError, match="was not answered"):
+            VllmServer(url, {}).pause()
+        thread.join()
+
+
+@pytest.mark.parametrize("url", ["host:8000", "", "ftp://host", "http://", "http://me:secret@host"])
+def test_an_engine_is_named_by_a_url(url):
+    with pytest.raises(ConfigurationError, match="http://host:8000"):
+        VllmServer(url, {})
