@@ -1,9 +1,18 @@
 """TRL's protocol for weights, over HTTP, to engines that follow: some die, some come back, some fail."""
 
+import inspect
+import json
 import logging
+import re
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -172,3 +181,134 @@ def test_what_is_no_server_of_http_is_named():
 def test_an_engine_is_named_by_a_url(url):
     with pytest.raises(ConfigurationError, match="http://host:8000"):
         VllmServer(url, {})
+
+
+# The guide (engines.md)
+
+PAGE = (Path(__file__).parents[3] / "docs" / "guide" / "engines.md").read_text()
+
+
+def block(heading, number=0):
+    """Return a block of Python of the guide, below a heading."""
+    section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[number]
+
+
+def at_home(source, server, process, directory):
+    for written, here in {
+        '"host:50051"': repr(server.server),
+        '"http://host:8000"': repr(process.url),
+        '"/var/cache/policy"': repr(str(directory)),
+    }.items():
+        source = source.replace(written, here)
+    assert "host:" not in source
+    return source
+
+
+def test_the_guides_loop_for_vllm(tmp_path):
+    policy = torch.nn.ParameterDict({name.replace(".", "/"): value for name, value in checkpoint().items()})
+
+    class Policy(torch.nn.Module):
+        def state_dict(self):
+            return {name.replace("/", "."): value.detach() for name, value in policy.items()}
+
+    def train(model, batch):
+        with torch.no_grad():
+            policy["k_proj/weight"].view(-1)[batch] += 1
+
+    process = VllmProcess([PackedModel()])
+    try:
+        with psclient.LocalServer(cut_seconds=0.01) as server:
+            names = {"batches": range(3), "model": Policy(), "train": train}
+            exec(at_home(block("vLLM"), server, process, tmp_path), names)
+        assert process.models[0].holds(Policy().state_dict())
+        assert process.weight_version == names["published"].weight_version
+        assert (tmp_path / "rank-0-0" / "model.safetensors.index.json").exists()
+    finally:
+        process.die()
+
+
+class TrainerOfTrl:
+    """Does with the weights what ``AsyncGRPOTrainer`` of TRL 1.16 does."""
+
+    def __init__(self, model, train_dataset, reward_funcs, weight_transfer):
+        self.policy = {name: tensor.float() for name, tensor in checkpoint().items()}
+        self.weight_transfer = weight_transfer
+
+    def train(self):
+        self.weight_transfer.init_weight_transfer()
+        for step in range(3):
+            self.weight_transfer.pause()
+            self.weight_transfer.send_weights(iter(self.policy.items()))
+            self.weight_transfer.resume()
+            self.policy["q_proj.weight"].view(-1)[step] += step < 2
+        self.weight_transfer.destroy()
+
+
+def test_the_guides_trainer_of_trl(monkeypatch, tmp_path):
+    for name in ("trl", "trl.experimental", "trl.experimental.async_grpo"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["trl.experimental.async_grpo"].AsyncGRPOTrainer = TrainerOfTrl
+    process = VllmProcess([PackedModel()])
+    try:
+        with psclient.LocalServer(cut_seconds=0.01) as server:
+            names = {"name": "policy", "dataset": [], "reward": len}
+            exec(at_home(block("TRL"), server, process, tmp_path), names)
+        policy = {name: tensor.bfloat16() for name, tensor in names["trainer"].policy.items()}
+        assert process.models[0].holds(policy)
+    finally:
+        process.die()
+
+
+def test_the_guides_callback_publishes_each_step():
+    names = {}
+    transformers = ModuleType("transformers")
+    transformers.TrainerCallback = object
+    with psclient.LocalServer() as server, psclient.Publisher(server, settings=QUIET) as publisher:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "transformers", transformers)
+            exec(block("TRL", 1), names)
+        callback, model = names["Publish"](publisher), torch.nn.Linear(3, 3)
+        for _ in range(2):
+            callback.on_step_end(None, None, None, model=model, optimizer=None)
+            with torch.no_grad():
+                model.weight[0, 0] += 1
+        assert psclient.download(server)["weight"][0, 0] == model.weight[0, 0] - 1
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl on this machine")
+def test_the_guides_program_tells_an_engine_of_its_directory(tmp_path):
+    told = []
+
+    class Sglang(BaseHTTPRequestHandler):
+        def do_POST(self):
+            told.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Sglang) as http, psclient.LocalServer() as server:
+        thread = threading.Thread(target=http.handle_request)
+        thread.start()
+        with psclient.Publisher(server, settings=QUIET) as publisher:
+            version = publisher.publish(checkpoint()).weight_version
+            script = tmp_path / "reload"
+            source = re.search(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[1]
+            script.write_text(source.replace("127.0.0.1:30000", f"127.0.0.1:{http.server_address[1]}"))
+            script.chmod(0o755)
+            out = tmp_path / "policy"
+            command = ["follow", server.server, "--out", str(out), "--once", "--exec", str(script)]
+            done = subprocess.run([sys.executable, "-m", "psclient", *command], timeout=100)
+        thread.join()
+    assert done.returncode == 0
+    assert told == [("/update_weights_from_disk", {"model_path": str(out), "weight_version": version})]
+
+
+def test_trl_has_the_protocol_that_this_was_written_for():
+    trainer = pytest.importorskip("trl.experimental.async_grpo.async_grpo_trainer", reason="trl is not installed")
+    for name, theirs in vars(trainer.WeightTransferProtocol).items():
+        if not name.startswith("_"):
+            ours = inspect.signature(getattr(WeightTransfer, name))
+            assert [*ours.parameters] == [*inspect.signature(theirs).parameters]

@@ -38,6 +38,7 @@ def server():
         (errors.WrongShardError, errors.ServerUnreachableError),
         (errors.HeldBackError, TimeoutError),
         (errors.EpochHeldUpError, TimeoutError),
+        (errors.EngineError, RuntimeError),
         (errors.ServerNotReadyError, RuntimeError),
         (errors.ServerFaultError, RuntimeError),
         (errors.FingerprintMismatchError, ValueError),
