@@ -46,6 +46,7 @@ from pscore.model.layout import ModelLayout
 from pscore.model.sparse_slice import SparseSlice
 from pscore.reader.cut import Cut
 from pscore.reader.transfer import CutTransfer, FetchedShard
+from pscore.reader.warmup import warm_up
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.layouts import unpack_layout
 from pscore.wire.messages import type_to_message
@@ -411,8 +412,9 @@ class _Following:
         if answer.HasField("layout"):
             self._run_layout = unpack_layout(answer.layout)
             self._readers = []
-            if self._sink.dtype(self._run_layout) != dtype:
-                return  # the cut is that of another type: it is asked for anew
+            has_taken_time = warm_up(self._run_layout.size)
+            if has_taken_time or self._sink.dtype(self._run_layout) != dtype:
+                return  # the cut is old, or of another type: it is asked for anew
         cut = Cut.from_message(answer.cut)
         self._newest_version, self._known = answer.newest_version, cut
         self._require_newer(cut)

@@ -19,7 +19,7 @@ from tests.system.publishing.publishing_tools import (
     odd_tensors,
     same_bits,
 )
-from tests.system.tools import make_model
+from tests.system.tools import make_model, wait_until
 
 SOURCES = {"16 bits": odd_tensors, "one to eight bytes": mixed_tensors}
 
@@ -242,3 +242,27 @@ def test_a_publisher_is_for_the_feed_that_it_names():
             assert publisher.publish(odd_tensors()).version == 0
         with pytest.raises(ConfigurationError, match="closed"):
             publisher.publish(odd_tensors())
+
+
+def test_the_first_version_of_a_follower_is_not_older_than_its_loops(monkeypatch):
+    source, module, told = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2), []
+    with LocalServer(cut_seconds=0.01) as server, psclient.Publisher(server, settings=QUIET) as publisher:
+        publisher.publish(source)
+        later = []
+
+        def load(elements):  # takes so long that a version is published meanwhile
+            if not later:
+                with torch.no_grad():
+                    source.weight.add_(1)
+                later.append(publisher.publish(source).version)
+                with psclient.follow(server, torch.nn.Linear(3, 2)) as other:  # which has it: it is a cut now
+                    other.wait_for(later[0], SECONDS)
+                return True
+            return False
+
+        monkeypatch.setattr("psclient.reader.follower.warm_up", load)
+        with psclient.follow(server, module, on_cut=lambda cut: told.append(cut.version)) as follower:
+            wait_until(lambda: told, SECONDS)
+            assert follower.version == later[0]
+    assert told[0] == later[0]
+    assert torch.equal(module.weight, source.weight)
