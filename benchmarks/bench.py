@@ -17,11 +17,12 @@ from benchmarks.harness import machine, report
 from benchmarks.harness.progress import Progress
 from benchmarks.harness.section import Plan, Section
 from benchmarks.peers import peers
-from benchmarks.sections import accuracy, codecs, feed, memory, readers, selection, server, wire
+from benchmarks.sections import accuracy, codecs, feed, fleet, memory, readers, selection, server, wire
 from benchmarks.workload.layouts import resnet18, resnet50
 
 SECTIONS = {
-    module.KEY: module for module in (selection, codecs, wire, server, readers, feed, memory, peers, accuracy, pairs)
+    module.KEY: module
+    for module in (selection, codecs, wire, server, readers, feed, fleet, memory, peers, accuracy, pairs)
 }
 
 BUDGETS = {
@@ -29,8 +30,9 @@ BUDGETS = {
     "bytes": (9, 60),
     "wire": (6, 20),
     "server": (8, 90),
-    "readers": (48, 150),
+    "readers": (30, 150),
     "feed": (12, 520),
+    "fleet": (18, 240),
     "memory": (10, 100),
     "peers": (13, 120),
     "accuracy": (1, 315),

@@ -208,7 +208,7 @@ def _pushes(plan: Plan) -> dict[int, tuple[list[float], float]]:
     with LocalServer(**lease) as server, RawWorker(server.addresses[0], layout, "pusher") as worker:
         for _ in range(10):
             worker.push(updates[0])
-        for readers in (READERS[0], *READERS[2:]) if plan.quick else READERS:
+        for readers in (READERS[0], READERS[-1]) if plan.quick else READERS:
             plan.say(f"pushes beside {readers} readers")
             with ExitStack() as stack:
                 shares = [len(range(number, readers, _PROCESSES)) for number in range(_PROCESSES)]

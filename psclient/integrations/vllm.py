@@ -4,6 +4,8 @@ vLLM calls :func:`register` by the entry point ``vllm.general_plugins`` of this 
 interface.
 """
 
+import contextlib
+
 BACKEND = "sparseps"
 
 
@@ -11,7 +13,7 @@ def register() -> None:
     """Register the backend; harmless twice, as vLLM may load plugins more than once in a process."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    if BACKEND not in WeightTransferEngineFactory._registry:
+    with contextlib.suppress(ValueError):  # it is registered
         WeightTransferEngineFactory.register_engine(
             BACKEND, "psclient.integrations.vllm_engine", "FeedWeightTransferEngine"
         )
