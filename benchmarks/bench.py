@@ -32,7 +32,7 @@ BUDGETS = {
     "server": (8, 90),
     "readers": (30, 150),
     "feed": (12, 520),
-    "fleet": (18, 240),
+    "fleet": (18, 230),
     "memory": (10, 100),
     "peers": (13, 120),
     "accuracy": (1, 315),
