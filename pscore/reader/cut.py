@@ -1,5 +1,7 @@
 """Cuts: the versions of the whole model that readers get."""
 
+import hashlib
+import json
 import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -48,6 +50,11 @@ class Cut:
         """A name of these values: run, generation of shard 0, and the sum of the shards' versions."""
         first = self.shards[0]
         return f"{self.run_id}/{first.generation:x}/{sum(shard.version for shard in self.shards)}"
+
+    @property
+    def name(self) -> str:
+        """A name that cuts have in common if they are equal: 24 hexadecimal digits."""
+        return hashlib.blake2b(json.dumps(self.to_plain()).encode(), digest_size=12).hexdigest()
 
     def older_shard(self, other: "Cut") -> int | None:
         """Return a shard with a lower version than in another cut: the run has gone back, or has lost something."""

@@ -146,9 +146,10 @@ class Server:
         if settings.relay_of:
             self._relay = relay = Relay(self.shard)
             self._metrics.source_lost_seconds.set_function(lambda: relay.lost_seconds)
-            relay.start()
         if settings.shard_index:
             self._follower = Follower(self.shard, authenticator)
+        if self._relay is not None:
+            self._relay.start(self._follower.ask_now if self._follower is not None else lambda: None)
         self._maintenance = MaintenanceThread(lambda: self.shard.model.layout.size if self.shard.model else 0)
 
     def run(self, signals: SignalThread) -> None:

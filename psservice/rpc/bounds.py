@@ -86,6 +86,7 @@ _MOST_SETTINGS = 256
 _LONGEST_SETTING = 512 << 10  # the positions of all tensors, in groups of an optimizer
 _MOST_CODECS = 64
 _MOST_SHARDS = 4096
+_MOST_RELAYED = 2  # the published and the staged cut
 _MOST_HELD = 2  # parts of a shard: the beginning that came of a transfer, and the rest
 _MOST_FIELDS = 8192  # of one message
 _MOST_INNER_FIELDS = (64 << 10) + 1  # of one in it: a header has the groups of a plan
@@ -97,7 +98,7 @@ _NAMES: Mapping[str, Mapping[str, bool]] = {
     "FinishRunRequest": {"run_id": True},
     "TakeSnapshotRequest": {"checkpoint": True},
     "DeleteCheckpointRequest": {"checkpoint": False},
-    "FollowRunRequest": {"publication": True},
+    "FollowRunRequest": {"publication": True, "not_relayed": True},
     "RestoreModelRequest": {"checkpoint": True, "ticket": True, "publication": True},
     "EvictWorkerRequest": {"worker_id": False},
     "AwaitCutRequest": {"reader": True},
@@ -181,8 +182,11 @@ def _require_read(request: pb.ReadCutRequest) -> None:
 
 
 def _require_news_question(request: pb.FollowRunRequest) -> None:
-    for part in (request.version, request.relayed):
-        require(part)
+    require(request.version)
+    if len(request.relayed) > _MOST_RELAYED:
+        raise Rejected(ErrorCode.BAD_REQUEST, f"a shard of a relay has at most {_MOST_RELAYED} cuts of its source")
+    for name in request.relayed:
+        require_name("relayed", name)
 
 
 _LISTS: Mapping[str, Callable[[Any], None]] = {

@@ -1208,10 +1208,10 @@ class RunNews(_message.Message):
     cut: _builtins.int
     """The cut that every shard is to take part in: of its values now; 0 if there are no readers."""
     published: _builtins.int
-    """Of a feed: the version that is published, which a shard that has staged it publishes too; 0 for a model that is trained."""
+    """Of a feed or a relay: the version that is published, which a shard that has staged it publishes too; 0 for a model that is trained."""
     publication: _builtins.str
-    """The push that has staged that version on shard 0, by a name that no other push has: a shard publishes what this push has staged
-    there, and nothing else. Empty for a version that was uploaded.
+    """The push that has staged that version on shard 0, by a name that no other push has, or the cut of the source: a shard publishes what
+    this has staged there, and nothing else. Empty for a version that was uploaded.
     """
     @_builtins.property
     def last_worker(self) -> Global___WorkerIdentity:
@@ -1227,7 +1227,7 @@ class RunNews(_message.Message):
 
     @_builtins.property
     def relayed(self) -> Global___Cut:
-        """Of a relay: the cut of the source to which every shard goes, without its age; unset for other servers."""
+        """Of a relay: the cut of the source that every shard is to stage, without its age; unset for other servers."""
 
     def __init__(
         self,
@@ -1268,6 +1268,7 @@ class FollowRunRequest(_message.Message):
     MORE_DIGESTS_FIELD_NUMBER: _builtins.int
     RELAYED_FIELD_NUMBER: _builtins.int
     PUBLICATION_FIELD_NUMBER: _builtins.int
+    NOT_RELAYED_FIELD_NUMBER: _builtins.int
     shard_index: _builtins.int
     """Which shard asks."""
     num_shards: _builtins.int
@@ -1279,7 +1280,9 @@ class FollowRunRequest(_message.Message):
     cut: _builtins.int
     """The newest cut that this shard has taken part in, as in the news; 0 for none."""
     publication: _builtins.str
-    """Of a feed: the publication that this version is. A cut is of one publication."""
+    """Of a feed or a relay: the publication that this version is. A cut is of one publication."""
+    not_relayed: _builtins.str
+    """Of a relay: the cut of the source that this shard has tried to fetch last, and could not; empty if it could."""
     @_builtins.property
     def version(self) -> Global___ShardVersion:
         """Its version in that cut, with the digest for the first of the data types of the news."""
@@ -1289,8 +1292,8 @@ class FollowRunRequest(_message.Message):
         """The digests for the other data types, in their order."""
 
     @_builtins.property
-    def relayed(self) -> Global___ShardVersion:
-        """Of a relay: the generation and version that this shard has."""
+    def relayed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of a relay: the cuts of the source that this shard has, by name: the published and the staged one; at most 2 of at most 64 bytes."""
 
     def __init__(
         self,
@@ -1302,12 +1305,13 @@ class FollowRunRequest(_message.Message):
         cut: _builtins.int = ...,
         version: Global___ShardVersion | None = ...,
         more_digests: _abc.Iterable[_builtins.bytes] | None = ...,
-        relayed: Global___ShardVersion | None = ...,
+        relayed: _abc.Iterable[_builtins.str] | None = ...,
         publication: _builtins.str = ...,
+        not_relayed: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["relayed", b"relayed", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "known", b"known", "more_digests", b"more_digests", "num_shards", b"num_shards", "publication", b"publication", "relayed", b"relayed", "shard_index", b"shard_index", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "known", b"known", "more_digests", b"more_digests", "not_relayed", b"not_relayed", "num_shards", b"num_shards", "publication", b"publication", "relayed", b"relayed", "shard_index", b"shard_index", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

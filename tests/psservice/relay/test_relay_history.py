@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from pscore.model.buffers import pack
 from pscore.wire.errors import Rejected
-from psservice.relay.relay import places_of
 from tests.psservice.durability.test_recovery import LAYOUT, START, values
 from tests.psservice.feed_makers import FEED, words
 from tests.psservice.relay_makers import MadeSource, RelayHistory
@@ -17,7 +16,21 @@ SOURCES = {
     "run": lambda: MadeSource(LAYOUT, values().half().bfloat16().float(), shards=2),
     "feed": lambda: MadeSource(FEED, words(), shards=1),
 }
-ACTIONS = ("change", "jump", "go back", "replace", "buffers", "others", "snapshot", "kill", "away", "lie", "follow")
+ACTIONS = (
+    "change",
+    "jump",
+    "go back",
+    "replace",
+    "buffers",
+    "others",
+    "snapshot",
+    "kill",
+    "away",
+    "lie",
+    "fetch",
+    "publish",
+    "follow",
+)
 steps = st.lists(st.tuples(st.sampled_from(("change", *ACTIONS)), st.integers(0, 10_000)), max_size=30)
 
 
@@ -51,21 +64,21 @@ def act(history, what, seed):
 @settings(deadline=None, max_examples=25)
 def test_a_relay_has_a_cut_of_its_source_whole_and_so_has_its_replay(kind, script):
     history = RelayHistory(SOURCES[kind]())
-    last = None
+    staged = published = None
     for what, seed in [*script, ("follow", 0)]:
         with suppress(Rejected):  # there is no model to take a snapshot of
             act(history, what, seed)
-        cut = history.source.cut()
-        if what == "lie" or history.source.is_away:
-            with suppress(Rejected):  # there may be nothing to ask for
-                history.lied_to()
-                last = cut
-        else:
-            history.follow()
-            last = cut
-        if last is not None:
-            assert history.is_at(last)
-            assert history.shard.model.cut.shards == places_of(last), "by which it is known when shards are together"
+        if what != "publish":
+            cut = history.source.cut()
+            with suppress(Rejected):  # the source is away, or lies
+                history.lied_to() if what == "lie" else history.fetch()
+                staged, published = cut, published or cut  # the first is published at once
+        if what not in ("fetch", "lie") and staged is not None:
+            history.publish(staged)
+            published = staged
+        if published is not None:
+            assert history.is_at(published)
+            assert {*history.shard.model.cuts_here()} == {published.name, staged.name}
     history.kill()
 
 
@@ -108,7 +121,7 @@ def test_a_relay_whose_own_values_are_not_what_it_takes_them_for_fetches_all():
     history = RelayHistory(SOURCES["run"]())
     history.follow()
     history.shard.model.theta[3] += 1
-    history.relay._digest = None  # as after a restart
+    history.relay._digests = {}  # as after a restart
     history.source.change(7)
     with pytest.raises(Rejected, match="digest"):
         history.follow()
