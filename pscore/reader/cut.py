@@ -27,7 +27,8 @@ class Cut:
         run_id: of the run.
         shards: the version of each shard, in order.
         buffers_digest: of the buffers; empty if there are none.
-        made: when the server made it, by ``time.monotonic()`` of this process; it may be later by the line's delay.
+        made: when the server made it, by ``time.monotonic()`` of this process; it may be later by the line's delay. A
+            relay makes cuts of its own, later than those of its source.
     """
 
     run_id: str

@@ -62,6 +62,7 @@ class Past:
         Raises :class:`StorageError` if the version is not covered, and :class:`RecordError` if a record cannot be
         applied: the model may then have half of it.
         """
+        before, behind = self.model.version, None
         if to_version is None or to_version > self.model.version:
             for record in self._source.records():
                 try:
@@ -72,11 +73,18 @@ class Past:
                     raise self._source.unfit(record, error) from error
                 self.replayed += 1
                 yield self.model.version
+                if to_version is None:
+                    continue
                 if self.model.version == to_version:
                     return
+                if self.model.version < to_version:
+                    before = self.model.version
+                elif behind is None:
+                    behind = self.model.version
         if to_version is not None and self.model.version != to_version:
-            first, last = self.snapshot.manifest.version, self.model.version
-            raise StorageError(f"version {to_version} is not covered: there are {first} to {last}")
+            first = self.snapshot.manifest.version
+            there = f"there are {first} to {before}" if behind is None else f"version {before} is followed by {behind}"
+            raise StorageError(f"version {to_version} is not covered: {there}")
 
     def replay_to(self, version: int | None) -> None:
         """Replay up to a version, or everything; see :meth:`replay`."""

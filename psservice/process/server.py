@@ -144,8 +144,7 @@ class Server:
         if settings.coordinator_is_here and self.shard.is_coordinator:
             self._shards_port, _ = self._loop.run(open_port(settings.coordinator, handlers, None))
         if settings.relay_of:
-            self._relay = relay = Relay(self.shard)
-            self._metrics.source_lost_seconds.set_function(lambda: relay.lost_seconds)
+            self._relay = Relay(self.shard)
         if settings.shard_index:
             self._follower = Follower(self.shard, authenticator)
         if self._relay is not None:

@@ -30,7 +30,7 @@ from psservice.model.buffers import BufferAverage
 from psservice.model.copies import values_at
 from psservice.model.parameters import ModelShard, on_device
 from psservice.model.training_mode import TrainingMode
-from psservice.relay.source import WAIT_SECONDS, CutSource, Source, SourceError, question
+from psservice.relay.source import FIRST_WAIT_SECONDS, WAIT_SECONDS, CutSource, Source, SourceError, question
 from psservice.shard import model_install
 from psservice.shard.following import RUN_STATES
 from psservice.shard.publication import publish_relayed
@@ -69,7 +69,6 @@ class Relay:
         self._is_doubtful = False  # whether a difference from what is here has led to another digest than the cut's
         self._closing = threading.Event()
         self._tell: Callable[[], None] = lambda: None
-        self._lost_at: float | None = None  # when the source was lost
         self._complained_at, self._unknown = -math.inf, ""
         self._thread: threading.Thread | None = None
         if shard.is_coordinator:
@@ -80,12 +79,6 @@ class Relay:
         self._tell = tell
         self._thread = threading.Thread(target=self._work, name="relay", daemon=True)
         self._thread.start()
-
-    @property
-    def lost_seconds(self) -> float:
-        """For how long the source has not been followed; 0 while it is."""
-        lost_at = self._lost_at
-        return 0.0 if lost_at is None else self._shard.environment.monotonic() - lost_at
 
     def close(self) -> None:
         """Break off the calls that are under way, and end the thread."""
@@ -136,7 +129,8 @@ class Relay:
         name = f"relay {socket.gethostname()} {self._settings.listen}"
         layout = self._layout
         fingerprint = layout.fingerprint if layout is not None else b""
-        asked = question(known, fingerprint, state, self._dtype, name, WAIT_SECONDS)
+        seconds = FIRST_WAIT_SECONDS if known is None else WAIT_SECONDS
+        asked = question(known, fingerprint, state, self._dtype, name, seconds, relaying.relays())
         answer = self._source.await_cut(asked)
         if answer.HasField("layout"):
             self._layout = unpack_layout(answer.layout)
@@ -201,7 +195,7 @@ class Relay:
         if self._closing.is_set():
             return
         now = self._shard.environment.monotonic()
-        self._lost_at = now if self._lost_at is None else self._lost_at
+        self._relaying.lose(why)
         if now - self._complained_at >= _COMPLAINT_SECONDS:
             self._complained_at = now
             log.warning(
@@ -210,8 +204,8 @@ class Relay:
             )
 
     def _recovered(self) -> None:
-        if self._lost_at is not None:
-            self._lost_at, self._complained_at, self._unknown = None, -math.inf, ""
+        if self._relaying.find():
+            self._complained_at, self._unknown = -math.inf, ""
             log.info("the source is followed", extra={"source": self._settings.relay_of})
 
     def has_part(self, cut: Cut) -> bool:
@@ -352,7 +346,7 @@ class Relay:
         if self._layout is None or self._layout_is_of != of:
             known = b"" if self._layout is None else self._layout.fingerprint
             answer = self._source.await_cut(
-                question(None, known, pb.RUN_STATE_UNSPECIFIED, self._dtype, "", WAIT_SECONDS)
+                question(None, known, pb.RUN_STATE_UNSPECIFIED, self._dtype, "", FIRST_WAIT_SECONDS)
             )
             if answer.HasField("layout"):
                 self._layout = unpack_layout(answer.layout)

@@ -19,6 +19,7 @@ from pscore.wire.layouts import require_few_pieces
 from pscore.wire.messages import LARGEST_RATE, MOST_ELEMENTS
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.data_leases.dataset import MOST_EPOCHS, MOST_SAMPLES, MOST_SIZE
+from psservice.feed.relaying import MOST_RELAYS
 from psservice.values import require_name
 
 _WAIT = (0.0, 3600.0)  # seconds of one call; a worker that waits longer calls again
@@ -172,6 +173,10 @@ def _require_cut_question(request: pb.AwaitCutRequest) -> None:
         raise Rejected(ErrorCode.BAD_REQUEST, f"a cut has at most {_MOST_SHARDS} shards")
     for version in request.known:
         require(version)
+    if len(request.relays) > MOST_RELAYS:
+        raise Rejected(ErrorCode.BAD_REQUEST, f"at most {MOST_RELAYS} relays wait for an answer")
+    for name in request.relays:
+        require_name("relays", name)
 
 
 def _require_read(request: pb.ReadCutRequest) -> None:

@@ -136,7 +136,9 @@ def _bring_in(shard: Shard, model: RelayedShard, name: str) -> None:
             _commit(shard, model.staged.version)
         return model.successor is None
 
+    assert shard.relaying is not None
     if shard.apply_thread.run(commit):
+        shard.relaying.publish(name)
         return
 
     def make() -> ShardState:

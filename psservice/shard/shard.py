@@ -102,7 +102,7 @@ class Shard:
         last_push: that ended the run on shard 0: its worker and step.
         ends_with: the run's end, as another shard heard of it from shard 0.
         undone_end: shard 0's generation in the end before which this shard has gone back; 0 if there is none.
-        relaying: how far the shards of a relay are; ``None`` on other servers.
+        relaying: how a relay follows its source; ``None`` on other servers.
         lease_ends: the thread that ends leases by the clock, once the shard is open.
         installing: whether another model is on its way in: joining workers wait for it. Set under ``join_lock``.
         join_lock: held while a worker joins, while ends of leases are journaled, and while the model is replaced.
@@ -157,7 +157,10 @@ class Shard:
         self.ends_with: End | None = None
         self.undone_end = 0
         self.durability = Durability(self, on_health, self.tell_shards)
-        self.relaying = Relaying(settings.num_shards) if settings.relay_of else None
+        self.relaying: Relaying | None = None
+        if settings.relay_of:
+            identity = environment.random_bytes(8).hex()
+            self.relaying = Relaying(settings.num_shards, identity, environment.monotonic)
         self.cuts = Cuts(self, settings.cut_seconds, settings.num_shards)
 
     def new_state(self) -> ShardState:
@@ -252,6 +255,8 @@ class Shard:
         self.synchronizer = self._synchronizer_for(state.model)
         self.metrics.version = state.model.version
         self.published = state.model.staged.published if isinstance(state.model, StagedShard) else (0, "")
+        if self.relaying is not None:
+            self.relaying.publish(self.published[1])
 
     def _synchronizer_for(self, model: ModelShard) -> Synchronizer | None:
         """Return the synchronizer that a model needs; ``None`` if every push is applied as it comes."""

@@ -128,3 +128,34 @@ def test_a_relay_whose_own_values_are_not_what_it_takes_them_for_fetches_all():
     history.follow()
     assert history.is_at(history.source.cut())
     assert history.source.whole_replies == 2
+
+
+def test_a_version_that_a_relay_has_jumped_over_is_said_to_be_missing_between_its_neighbours():
+    history = RelayHistory(SOURCES["feed"]())
+    for jump in (1, 4, 1):  # versions 4, 8, 9
+        history.source.change(7, jump=jump)
+        history.follow()
+    replay_to = history.shard.durability.replay_to
+    assert replay_to(8, "").model.version == 8
+    with pytest.raises(Rejected, match="version 6 is not covered: version 4 is followed by 8"):
+        replay_to(6, "")
+    with pytest.raises(Rejected, match="version 12 is not covered: there are 4 to 9"):
+        replay_to(12, "")
+
+
+def test_a_staged_model_of_another_generation_goes_on_by_differences():
+    history = RelayHistory(SOURCES["run"]())
+    history.follow()
+    published = history.source.cut()
+    history.source.go_back(1)
+    history.fetch()
+    for seed in (5, 6):
+        history.source.change(seed)
+        newest = history.fetch()
+        history.kill()
+        assert history.is_at(published), "until all shards have the other one"
+    assert history.source.whole_replies == 2
+    history.publish(newest)
+    assert history.is_at(newest)
+    history.kill()
+    assert history.is_at(newest)
