@@ -34,6 +34,8 @@ class Relaying:
         self._relays: dict[str, float] = {}  # that follow this one: when they have asked last
         self._lost_at: float | None = None
         self._behind_since: float | None = None
+        self._newest: Cut | None = None  # that is known
+        self._published = ""
         self.target: Cut | None = None
         self.aimed = threading.Event()
         self.failed = self.error = ""
@@ -42,18 +44,24 @@ class Relaying:
         """Name the cut that every shard is to stage; on shard 0, what shards could not fetch is forgotten."""
         self._failed.clear()
         if cut != self.target:
-            self._behind_since = self._clock() if self._behind_since is None else self._behind_since
-            self.target = cut
+            if cut.name != self._published and self._behind_since is None:
+                self._behind_since = self._clock()
+            self.target = self._newest = cut
             self.aimed.set()
+
+    def aim_at_nothing(self) -> None:
+        """Stage nothing until shard 0 names a cut: it may have begun anew, and publish what it hears of next."""
+        self.target = None
 
     def source_version(self, index: int) -> int:
         """Return the newest version of a shard at the source that is known; 0 if none is."""
-        target = self.target
-        return target.shards[index].version if target is not None and index < len(target.shards) else 0
+        newest = self._newest
+        return newest.shards[index].version if newest is not None and index < len(newest.shards) else 0
 
     def publish(self, name: str) -> None:
         """Note the cut that readers get here from now on."""
-        if self.target is not None and self.target.name == name:
+        self._published = name
+        if self._newest is not None and self._newest.name == name:
             self._behind_since = None
 
     def hear(self, index: int, has: Collection[str], failed: str) -> None:

@@ -301,8 +301,9 @@ class Relay:
         there = on_device(update, shard.device)
 
         def job() -> None:
-            if shard.model is not model:
-                raise Rejected(ErrorCode.BUSY, "another model was published while a version was fetched")
+            target = self._relaying.target
+            if shard.model is not model or target is None or target.name != record.name:
+                raise Rejected(ErrorCode.BUSY, "another cut was published, or is wanted, by now")
             if base is not None:
                 self._require_base(base, record.before)
             shard.commit(record, there, body)

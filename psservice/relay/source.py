@@ -22,6 +22,7 @@ from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psservice.cuts.shadow import ReaderType
 from psservice.rpc.bounds import require
 from psservice.settings import ServerSettings
+from psservice.values import require_name
 
 READ_CUT = "/sparseps.v1.ParameterServerService/ReadCut"
 FIRST_WAIT_SECONDS, WAIT_SECONDS = 5.0, 25.0
@@ -110,6 +111,7 @@ class Source:
             call = stub.AwaitCut.future(request, timeout=request.wait_seconds + _ANSWER_SECONDS)
             with self._tracked(call):
                 answer: pb.AwaitCutResponse = call.result()
+        require_name("the source's run id", answer.cut.run_id)
         for part in answer.cut.shards:
             require(part)
         return answer

@@ -153,6 +153,8 @@ class Follower:
             except Exception as error:  # whatever it was, the thread lives on and asks again
                 log.exception("what shard 0 told cannot be followed", exc_info=error)
             self._shard.metrics.follows_coordinator.set(0)
+            if self._shard.relaying is not None:
+                self._shard.relaying.aim_at_nothing()
             known = 0  # so that what could not be done comes again
             self._closing.wait(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

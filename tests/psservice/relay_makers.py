@@ -117,6 +117,7 @@ class RelayHistory(Lives):
         """Stage the source's cut, and return it."""
         cut = self.source.cut()
         try:
+            self.shard.relaying.aim(cut)
             self.relay.fetch(cut)
         except SourceError as error:
             raise Rejected(ErrorCode.BUSY, str(error)) from error

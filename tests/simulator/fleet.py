@@ -214,4 +214,6 @@ class Host:
                 continue
             except (CutError, RefusedError, Rejected, TimeoutError):
                 known = 0
+            if self.shard.relaying is not None:
+                self.shard.relaying.aim_at_nothing()
             await asyncio.sleep(0.2 + self.random.random())

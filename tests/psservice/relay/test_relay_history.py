@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pscore.model.buffers import pack
+from pscore.reader.cut import Cut
 from pscore.wire.errors import Rejected
 from tests.psservice.durability.test_recovery import LAYOUT, START, values
 from tests.psservice.feed_makers import FEED, words
@@ -159,3 +160,20 @@ def test_a_staged_model_of_another_generation_goes_on_by_differences():
     assert history.is_at(newest)
     history.kill()
     assert history.is_at(newest)
+
+
+def test_a_cut_that_is_not_wanted_any_more_is_not_staged():
+    """Or a shard could lack what it has told a shard 0 that has begun anew."""
+    history = RelayHistory(SOURCES["run"]())
+    history.follow()
+    history.source.change(7)
+    cut, before = history.source.cut(), history.snapshot()
+    for forget in (history.shard.relaying.aim_at_nothing, lambda: history.shard.relaying.aim(cut_of_another_run(cut))):
+        forget()
+        with pytest.raises(Rejected, match="wanted"):
+            history.relay.fetch(cut)
+        assert history.snapshot() == before
+
+
+def cut_of_another_run(cut):
+    return Cut("another", cut.shards, cut.buffers_digest)

@@ -69,6 +69,16 @@ def test_a_relay_is_behind_until_it_has_the_newest_cut(relaying, clock):
     assert relaying.behind_seconds == 0.0
 
 
+def test_a_relay_that_has_lost_shard_0_is_not_behind_what_it_has(relaying):
+    relaying.aim(cut_at(2))
+    relaying.publish(cut_at(2).name)
+    relaying.aim_at_nothing()
+    assert relaying.target is None
+    assert relaying.source_version(0) == 2
+    relaying.aim(cut_at(2))
+    assert relaying.behind_seconds == 0.0
+
+
 def test_equal_cuts_have_one_name_and_others_another():
     assert cut_at(1).name == Cut.from_message(cut_at(1).to_message()).name
     others = [
