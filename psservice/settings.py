@@ -4,6 +4,7 @@ import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,10 +25,18 @@ MOST_SHARDS_OF_A_HOST = 64
 """A process each, with threads and memory of its own; a larger number is a slip."""
 
 # The placeholder of a flag's value in --help, by the end of the flag's name, or else by the type of the setting.
-_UNITS = {"listen": "HOST:PORT", "-seconds": "SECONDS", "-bytes": "BYTES", "--device": "DEVICE", "-dir": "DIR"}
+_UNITS = {
+    "listen": "HOST:PORT",
+    "-seconds": "SECONDS",
+    "-bytes": "BYTES",
+    "--device": "DEVICE",
+    "-dir": "DIR",
+    "-of": "HOST:PORT",
+}
 _KINDS = {"str": "NAME", "int": "N", "float": "NUMBER", "Path": "FILE"}
 
 
+_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _NOT_OF_RELAYS = ("init", "run_id", "end_versions", "end_samples", "final_model")
 
 
@@ -211,13 +220,24 @@ class ServerSettings(LayeredSettings):
         if (self.relay_cert is None) != (self.relay_key is None):
             raise ValueError("--relay-cert and --relay-key are given together")
         if self.relay_of:
-            try:
-                expand(self.relay_of)
-            except AddressError as error:
-                raise ValueError(f"--relay-of: {error}") from None
-        if self.relay_of and (other := next((name for name in _NOT_OF_RELAYS if getattr(self, name)), None)):
-            raise ValueError(f"{self.explicit(other)} is for a server that trains; a relay has what its source has")
+            self._check_source()
         return self
+
+    def _check_source(self) -> None:
+        """Require a source that is another server, and nothing that only a server that trains has."""
+        try:
+            sources = expand(self.relay_of)
+        except AddressError as error:
+            raise ValueError(f"--of (PSSERVICE_RELAY_OF): {error}") from None
+        host, port = split_address(self.listen)
+        hosts = {host, *_LOOPBACK} if host in ("0.0.0.0", "::") or is_loopback(host) else {host}
+        if own := next((each for each in sources if port and each in {f"{name}:{port}" for name in hosts}), None):
+            raise ValueError(
+                f"--of {own} is this relay itself, which listens there (--listen): name the server that it relays, or "
+                "listen on another port"
+            )
+        if other := next((name for name in _NOT_OF_RELAYS if getattr(self, name)), None):
+            raise ValueError(f"{self.explicit(other)} is for a server that trains; a relay has what its source has")
 
     def _check_shards(self) -> None:
         """Require that nothing else numbers the shards, and ports that do not overlap."""
@@ -284,7 +304,7 @@ def load(arguments: Sequence[str], command: str = "serve") -> ServerSettings:
         cli_prog_name=f"psservice {command}",
         cli_parse_args=list(arguments),
         cli_hide_none_type=True,
-        add_argument_method=_add_argument,
+        add_argument_method=partial(_add_argument, command),
         parse_args_method=_parse,
     )()
     return ServerSettings(**flags)
@@ -296,14 +316,18 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpars
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
         flag = unknown[0].partition("=")[0]
+        if flag == "--relay-of":
+            parser.exit(2, f"{parser.prog}: --relay-of is --of here\n")
         name = flag.removeprefix("--").replace("-", "_")
         told = unknown_setting(name, ServerSettings.model_fields, ServerSettings.explicit) if flag[:2] == "--" else ""
         parser.exit(2, f"{parser.prog}: {told or f'{flag!r} is no flag; --help shows those there are'}\n")
     return parsed
 
 
-def _add_argument(parser: argparse.ArgumentParser, *flags: str, **options: Any) -> argparse.Action:
+def _add_argument(command: str, parser: argparse.ArgumentParser, *flags: str, **options: Any) -> argparse.Action:
     """Add a flag, with a placeholder of its value instead of the name of a Python type in ``--help``."""
+    if command == "relay" and flags[0] == "--relay-of":
+        flags = ("--of",)
     kind = options.get("metavar")
     if kind in _KINDS:
         options["metavar"] = next((unit for end, unit in _UNITS.items() if flags[0].endswith(end)), _KINDS[kind])

@@ -1,5 +1,7 @@
 """Cuts: the versions of the whole model that readers get."""
 
+import hashlib
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,7 +28,8 @@ class Cut:
         run_id: of the run.
         shards: the version of each shard, in order.
         buffers_digest: of the buffers; empty if there are none.
-        made: when the server made it, by ``time.monotonic()`` of this process; it may be later by the line's delay.
+        made: when the server made it, by ``time.monotonic()`` of this process; it may be later by the line's delay. A
+            relay makes cuts of its own, later than those of its source.
     """
 
     run_id: str
@@ -48,6 +51,11 @@ class Cut:
     def weight_version(self) -> str:
         """A name of these values: run, generation of shard 0, and the sum of the shards' versions."""
         return weight_version(self.run_id, [(shard.generation, shard.version) for shard in self.shards])
+
+    @property
+    def name(self) -> str:
+        """A name that cuts have in common if they are equal: 24 hexadecimal digits."""
+        return hashlib.blake2b(json.dumps(self.to_plain()).encode(), digest_size=12).hexdigest()
 
     def older_shard(self, other: "Cut") -> int | None:
         """Return a shard with a lower version than in another cut: the run has gone back, or has lost something."""

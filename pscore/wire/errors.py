@@ -58,6 +58,7 @@ class ErrorCode(Enum):
     NO_SUCH_WORKER = ("NOT_FOUND", "look at `psservice workers` for the names")
     NO_SUCH_CHECKPOINT = ("NOT_FOUND", "look at `psservice checkpoints` for those there are")
     NO_SUCH_CUT = ("NOT_FOUND", "ask for the newest cut, and read that")
+    RELAY_RING = ("FAILED_PRECONDITION", "give --of a server that trains or publishes, or a relay that leads to one")
 
     def __init__(self, status_name: str, advice: str) -> None:
         self.status_name = status_name

@@ -19,10 +19,7 @@ EXIT_FAILED = 70  # EX_SOFTWARE of sysexits.h
 
 def relay(arguments: Sequence[str]) -> int:
     """Relay another server until told to stop, with the flags of ``serve`` and ``--of``; return the exit status."""
-    words = [
-        f"--relay-of{word.removeprefix('--of')}" if word.partition("=")[0] == "--of" else word for word in arguments
-    ]
-    return serve(words, command="relay")
+    return serve(arguments, command="relay")
 
 
 def serve(arguments: Sequence[str], command: str = "serve") -> int:

@@ -182,6 +182,7 @@ def _shard_summary(address: str, status: pb.GetStatusResponse) -> Table:
         ("shard", f"{status.shard_index} of {status.num_shards}, on {status.device}, up {status.uptime_seconds:.0f} s"),
         ("parameters", f"{status.length:,} of {status.parameters:,}"),
         ("version", f"{status.version:,} after {status.samples:,} samples, {status.queued} requests at work"),
+        *([("relay", _relay(status))] if status.HasField("relay") else []),
         *([("readers", _readers(status))] if status.readers else []),
         ("kept", _kept(status)),
         ("bytes", f"{human_bytes(status.push_bytes)} pushed, {human_bytes(status.pull_bytes)} pulled "
@@ -223,6 +224,32 @@ def _readers(status: pb.GetStatusResponse) -> str:
         held = f"version {last.version:,}" if last.version else "no version"
         late = f"; {last.reader} has {held}, and lacks the newest for {last.behind_seconds:.0f} s"
     return f"version {status.cut_version:,} for {count}{late}"
+
+
+def _relay(status: pb.GetStatusResponse) -> str:
+    """Write whom a shard relays, whether that answers, and how far the shard is behind, as far as is known."""
+    relay, text = status.relay, f"of {status.relay.source}"
+    if relay.lost_seconds:
+        text += f", which has not been followed for {relay.lost_seconds:.0f} s: {relay.error}"
+    if not relay.source_version and not status.generation:
+        return f"{text}; no version yet"
+    lacking = relay.source_version - status.version
+    if relay.behind_seconds and lacking > 0:
+        count = f"{lacking:,} version" + ("s" if lacking > 1 else "")
+        return f"{text}; {count} behind, for {relay.behind_seconds:.0f} s"
+    if relay.behind_seconds:
+        return f"{text}; lacks the cut of version {relay.source_version:,} for {relay.behind_seconds:.0f} s"
+    known = "the newest version that is known of it" if relay.lost_seconds else "its newest version"
+    return f"{text}; has {known}"
+
+
+def relay_lines(fleet: Fleet) -> list[Text]:
+    """Return a line about each shard's source, if it is one of a relay."""
+    return [
+        cell(f"shard {status.shard_index} relays {_relay(status).removeprefix('of ')}")
+        for status in fleet.reached.values()
+        if status.HasField("relay")
+    ]
 
 
 def reader_lines(fleet: Fleet) -> list[Text]:

@@ -133,7 +133,12 @@ def frame_plain(fleet: Fleet, rates: dict[str, Rates]) -> dict[str, Any]:
 def frame(fleet: Fleet, rates: dict[str, Rates], columns: int, lines: int | None = None) -> RenderableType:
     """Return a frame for a terminal of so many columns and lines; ``None`` for as many lines as the frame needs."""
     workers = fleet.workers()
-    below = [*render.reader_lines(fleet), *render.lost_lines(fleet), *render.evicted_lines(fleet)]
+    below = [
+        *render.relay_lines(fleet),
+        *render.reader_lines(fleet),
+        *render.lost_lines(fleet),
+        *render.evicted_lines(fleet),
+    ]
     hidden = 0
     if lines is not None:
         below += [render.cell(str(each.error), "red") for each in fleet.unreached]

@@ -137,18 +137,20 @@ class Durability:
         past.extend_changelog()
         if self._settings.fsync != "never":  # the next segment's promise is for what is served from now on, old or new
             source.sync()
-        if source.is_copy:
+        is_relayed = past.state.mode.is_relayed  # whose versions are the source's, and mean the same values for ever
+        if source.is_copy and not is_relayed:
             log.warning(
                 "the data directory is a copy: a new history begins, and each worker pulls the whole model once",
                 extra={"path": str(data_dir.path), "version": past.model.version},
             )
-        new_history = not source.is_complete
+        is_complete = source.is_complete
+        new_history = not is_complete and not is_relayed
         if new_history:  # versions that workers have seen may be gone: the same numbers will mean other values
             at = manifest.checkpoint if not past.replayed else ""
             past.state.histories.branch(manifest.generation, past.model.version, at)
             past.model.generation = sibling_generation(manifest.generation)
         self._shard.restart(past.state)
-        self.records.journal = data_dir.begin(is_served=not new_history)
+        self.records.journal = data_dir.begin(is_served=is_complete)
         self.checkpoints.last = manifest.last_checkpoint
         self._note(source.snapshot)
         log.info(
@@ -162,7 +164,7 @@ class Durability:
                 "history": "new" if new_history else "the same",
             },
         )
-        if new_history or has_other_settings or self.records.journal is None:
+        if not is_complete or has_other_settings or self.records.journal is None:
             self.take()  # the disk must be right if this process is killed
 
     def _replay(self, data_dir: DataDir, source: RecoverySource) -> tuple[RecoverySource, Past]:

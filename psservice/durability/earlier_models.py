@@ -14,7 +14,7 @@ import torch
 from pscore.model import modelfile
 from psservice.durability.replay import Past
 from psservice.durability.storage_error import or_storage_error
-from psservice.feed.feed_shard import FeedShard
+from psservice.feed.staged_shard import StagedShard
 from psservice.settings import ShardSettings
 from psservice.storage.files import DISK, Files, StorageError
 from psservice.storage.lock_file import Watermark
@@ -93,12 +93,12 @@ def _shard_directories(data_dir: Path) -> list[Path]:
 
 
 def replay_shards(data_dir: Path, version: int | None = None, checkpoint: str = "") -> list[Past]:
-    """Replay every shard as :func:`replay_to` does, of a feed to the publication of shard 0 (``StorageError``)."""
+    """Replay every shard as :func:`replay_to` does, of a feed or a relay to the publication of shard 0."""
     shards: list[Past] = []
     publication = ""
     for directory in _shard_directories(data_dir):
         first = shards[0].model if shards else None
-        if isinstance(first, FeedShard):
+        if isinstance(first, StagedShard):
             version, checkpoint, publication = first.version, "", first.publication
         where = (directory, DISK, torch.device("cpu"), ShardSettings())
         shard = replay_to(*where, version, checkpoint, publication=publication)

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 
 from pscore.wire.errors import Rejected
 from psservice.durability.capture import model_from, restore
-from psservice.feed.feed_shard import FeedShard
+from psservice.feed.staged_shard import StagedShard
 from psservice.model.changelog import Change
 from psservice.model.parameters import ModelShard, on_device
 from psservice.rules.changed import changed_by
@@ -62,6 +62,7 @@ class Past:
         Raises :class:`StorageError` if the version is not covered, and :class:`RecordError` if a record cannot be
         applied: the model may then have half of it.
         """
+        before, behind = self.model.version, None
         if to_version is None or to_version > self.model.version:
             for record in self._source.records():
                 try:
@@ -72,11 +73,18 @@ class Past:
                     raise self._source.unfit(record, error) from error
                 self.replayed += 1
                 yield self.model.version
+                if to_version is None:
+                    continue
                 if self.model.version == to_version:
                     return
+                if self.model.version < to_version:
+                    before = self.model.version
+                elif behind is None:
+                    behind = self.model.version
         if to_version is not None and self.model.version != to_version:
-            first, last = self.snapshot.manifest.version, self.model.version
-            raise StorageError(f"version {to_version} is not covered: there are {first} to {last}")
+            first = self.snapshot.manifest.version
+            there = f"there are {first} to {before}" if behind is None else f"version {before} is followed by {behind}"
+            raise StorageError(f"version {to_version} is not covered: {there}")
 
     def replay_to(self, version: int | None) -> None:
         """Replay up to a version, or everything; see :meth:`replay`."""
@@ -84,17 +92,18 @@ class Past:
             pass
 
     def replay_to_publication(self, publication: str) -> None:
-        """Replay up to a publication of a feed; raises :class:`StorageError` if it is not covered."""
+        """Replay up to a publication of a feed or a relay; raises :class:`StorageError` if it is not covered."""
         for _ in chain([0], self.replay()):
-            if isinstance(self.model, FeedShard) and self.model.bring_to(publication):
+            if isinstance(self.model, StagedShard) and self.model.bring_to(publication):
                 return
         raise StorageError(f"publication {publication} is not covered")
 
     def versions_dropped(self) -> int:
         """Count the versions behind the damage, as far as their records can be read."""
         mode = self.model.mode
-        made_by = {PUBLISHED} if mode.is_feed else {PUSHED, RELAYED} if mode.rounds is None else {ROUND_CLOSED}
-        return sum(record.kind in made_by for record in self._source.dropped())
+        is_published = mode.is_feed or mode.is_relayed
+        made_by = PUBLISHED if is_published else PUSHED if mode.rounds is None else ROUND_CLOSED
+        return sum(record.kind == made_by for record in self._source.dropped())
 
     def apply_settings(self) -> bool:
         """Use the settings from now on; return whether they are new, so that a snapshot has to follow."""
@@ -152,17 +161,26 @@ class Past:
 
     def _changes(self, journaled: Iterator[JournalRecord]) -> Iterator[Change]:
         """Yield the versions that records were to make, and the indices that each has changed."""
+        staged: Change | None = None
         for each in journaled:
-            if each.kind not in (PUSHED, RELAYED):
+            if each.kind not in (PUSHED, RELAYED, PUBLISHED):
                 continue
             record, messages = read_record(each.kind, each.body)
-            assert isinstance(record, rec.Pushed | rec.Relayed)
+            assert isinstance(record, rec.Pushed | rec.Relayed | rec.Published)
+            if isinstance(record, rec.Published):
+                if staged is None:
+                    raise ValueError(f"version {record.version} was staged in an earlier segment")
+                if staged.version > staged.before:  # else other shards, or buffers, alone have changed
+                    yield staged
+                staged = None
+                continue
             if record.generation != self.snapshot.manifest.generation:
                 raise ValueError(f"version {record.version} is of generation {record.generation}")
-            before = record.version - 1 if isinstance(record, rec.Pushed) else record.before
-            if record.version > before:  # else buffers alone have changed
-                changed = changed_by(read_update(messages, self.model.span, self.model.theta.dtype))
-                yield Change(before, record.version, changed)
+            changed = changed_by(read_update(messages, self.model.span, self.model.theta.dtype))
+            if isinstance(record, rec.Relayed):
+                staged = Change(record.before, record.version, changed)
+            else:
+                yield Change(record.version - 1, record.version, changed)
 
     def _apply(self, journaled: JournalRecord) -> None:
         if journaled.kind not in KINDS:

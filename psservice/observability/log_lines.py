@@ -65,6 +65,7 @@ def configure(level: str, form: str, shard: int | None = None) -> None:
     if shard is not None:
         handler.addFilter(lambda record: record.__dict__.setdefault("shard", shard) == shard)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.getLogger("grpc._common").setLevel(logging.CRITICAL)  # the error of a call says that it cannot be read
     logging.captureWarnings(True)
     sys.excepthook = _uncaught
     threading.excepthook = lambda failed: _log_uncaught(failed.exc_type, failed.exc_value, failed.exc_traceback)

@@ -207,7 +207,10 @@ class Metrics:
         )
 
         self.source_lost_seconds = gauge(
-            "psservice_source_lost_seconds", "Seconds since a relay's source answered, on its shard 0; 0 while it does"
+            "psservice_source_lost_seconds", "Seconds for which a relay has not followed its source; 0 while it does"
+        )
+        self.source_behind_seconds = gauge(
+            "psservice_source_behind_seconds", "Seconds for which a relay's readers have lacked a cut that it knows of"
         )
         self.readers = gauge("psservice_readers", "Readers that follow the model, on shard 0")
         self.cut_version = gauge(

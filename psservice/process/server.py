@@ -144,11 +144,11 @@ class Server:
         if settings.coordinator_is_here and self.shard.is_coordinator:
             self._shards_port, _ = self._loop.run(open_port(settings.coordinator, handlers, None))
         if settings.relay_of:
-            self._relay = relay = Relay(self.shard)
-            self._metrics.source_lost_seconds.set_function(lambda: relay.lost_seconds)
-            relay.start()
+            self._relay = Relay(self.shard)
         if settings.shard_index:
             self._follower = Follower(self.shard, authenticator)
+        if self._relay is not None:
+            self._relay.start(self._follower.ask_now if self._follower is not None else lambda: None)
         self._maintenance = MaintenanceThread(lambda: self.shard.model.layout.size if self.shard.model else 0)
 
     def run(self, signals: SignalThread) -> None:

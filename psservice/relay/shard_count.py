@@ -2,19 +2,22 @@
 
 import json
 import logging
+import math
 import os
 import re
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 from psservice.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 
 _FIND_SECONDS = 10.0
-_AGAIN_SECONDS = 5.0
+_AGAIN_SECONDS, _COMPLAINT_SECONDS = 5.0, 60.0
 _SHARD = re.compile(r"shard-0-of-([1-9][0-9]{0,5})")
 
 
@@ -22,13 +25,24 @@ def with_shards(settings: ServerSettings) -> ServerSettings:
     """Return a relay's settings with the number of shards; waits for a source that is away, if nothing is here."""
     if not settings.relay_of or settings.shards > 1 or settings.num_shards > 1:
         return settings
-    while not (count := _ask(settings) or _kept(settings.data_dir)):
+    complained_at, complaint = -math.inf, ""
+    while True:
+        told = _ask(settings)
+        error = str(told.get("error", ""))
+        if error and (error != complaint or time.monotonic() >= complained_at + _COMPLAINT_SECONDS):
+            complained_at, complaint = time.monotonic(), error
+            log.warning(
+                "the source does not answer, so it is not known how many shards the relay has; if the source is a "
+                "relay that waits for this one, give --of another server",
+                extra={"source": settings.relay_of, "error": error},
+            )
+        if count := int(told.get("shards", 0)) or _kept(settings.data_dir):
+            return settings.model_copy(update={"shards": count})
         threading.Event().wait(_AGAIN_SECONDS)
-    return settings.model_copy(update={"shards": count})
 
 
-def _ask(settings: ServerSettings) -> int:
-    """Ask the source in a process of its own, because this one is to be forked; 0 if it does not answer."""
+def _ask(settings: ServerSettings) -> dict[str, Any]:
+    """Ask the source in a process of its own, because this one is to be forked; return its ``shards``, or ``error``."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if not child:
@@ -37,16 +51,15 @@ def _ask(settings: ServerSettings) -> int:
     with os.fdopen(read_end, encoding="utf-8") as stream:
         text = stream.read()
     os.waitpid(child, 0)
-    told = json.loads(text) if text else {"error": "the question has failed"}
-    if "error" in told:
-        log.warning("the source does not answer", extra={"source": settings.relay_of, "error": told["error"]})
-    return int(told.get("shards", 0))
+    told: dict[str, Any] = json.loads(text) if text else {"error": "the question has failed"}
+    return told
 
 
 def _answer(settings: ServerSettings, write_end: int) -> None:
     """Write the source's answer, and end this process."""
     import grpc
 
+    from pscore.net.addresses import MOST_SHARDS
     from pscore.net.channels import ChannelError, explain, open_channel
     from pscore.wire.v1 import parameter_server_pb2 as pb
     from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
@@ -58,12 +71,16 @@ def _answer(settings: ServerSettings, write_end: int) -> None:
         address = addresses[0]
         with open_channel(address, security) as channel:
             stub = ParameterServerServiceStub(channel)
-            status = stub.GetStatus(pb.GetStatusRequest(brief=True), timeout=_FIND_SECONDS)
-        told: dict[str, object] = {"shards": status.num_shards}
+            count = stub.GetStatus(pb.GetStatusRequest(brief=True), timeout=_FIND_SECONDS).num_shards
+        if not 0 < count <= MOST_SHARDS:
+            raise SourceError(
+                f"{address} says that it has {count} shards; a relay has 1 to {MOST_SHARDS}: correct --of"
+            )
+        told: dict[str, object] = {"shards": count}
     except (SourceError, ChannelError) as error:
         told = {"error": str(error)}
     except grpc.RpcError as error:
-        told = {"error": explain(error, address)}
+        told = {"error": str(SourceError(explain(error, address)))}
     except BaseException:
         traceback.print_exc()
         told = {"error": "the question has failed"}

@@ -2,11 +2,12 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from pscore.names import escaped
 from pscore.net.addresses import AddressError
@@ -19,12 +20,17 @@ from pscore.wire.messages import type_to_message
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psservice.cuts.shadow import ReaderType
+from psservice.rpc.bounds import require
 from psservice.settings import ServerSettings
+from psservice.values import require_name
 
 READ_CUT = "/sparseps.v1.ParameterServerService/ReadCut"
-WAIT_SECONDS = 25.0
-"""How long the source holds an answer."""
+FIRST_WAIT_SECONDS, WAIT_SECONDS = 5.0, 25.0
+"""How long the source holds an answer: if it may have no model, and if it may have no newer cut."""
 
+_OTHER_RELEASE = (
+    "is this a psservice of a release that this one understands? Correct --of, or upgrade the older of the two"
+)
 _ANSWER_SECONDS = 15.0  # beyond that, and for a call that waits for nothing
 _IDLE_SECONDS = 30.0  # without a message, after which a transfer is broken off
 _OPTIONS = (
@@ -35,8 +41,25 @@ _OPTIONS = (
 )
 
 
+_UNREADABLE = "Exception deserializing"  # gRPC's words
+_FLAGS = {
+    "(--tls-ca, PSCLIENT_TLS_CA)": "(--relay-ca)",
+    "(--tls-cert and --tls-key, PSCLIENT_TLS_CERT and PSCLIENT_TLS_KEY)": "(--relay-cert and --relay-key)",
+    "PSCLIENT_TLS_CA": "--relay-ca",
+    "PSCLIENT_TLS_CERT": "--relay-cert",
+    "PSCLIENT_TLS_KEY": "--relay-key",
+    "PSCLIENT_TOKEN_FILE": "--relay-token-file",
+}
+"""What other clients of a server are given, and how a relay is."""
+
+
 class SourceError(Exception):
-    """The source cannot be reached, or refuses; the message says why."""
+    """The source cannot be reached, or refuses; the message says why, and names a relay's flags."""
+
+    def __init__(self, why: str) -> None:
+        for name, flag in _FLAGS.items():
+            why = why.replace(name, flag)
+        super().__init__(f"{why.removesuffix('!')}: {_OTHER_RELEASE}" if _UNREADABLE in why else why)
 
 
 def security_of(settings: ServerSettings) -> Security:
@@ -84,11 +107,13 @@ class Source:
     def await_cut(self, request: pb.AwaitCutRequest) -> pb.AwaitCutResponse:
         """See :class:`CutSource`."""
         with self._calling(0) as channel:
-            call = ParameterServerServiceStub(channel).AwaitCut.future(
-                request, timeout=request.wait_seconds + _ANSWER_SECONDS
-            )
+            stub = ParameterServerServiceStub(channel)
+            call = stub.AwaitCut.future(request, timeout=request.wait_seconds + _ANSWER_SECONDS)
             with self._tracked(call):
                 answer: pb.AwaitCutResponse = call.result()
+        require_name("the source's run id", answer.cut.run_id)
+        for part in answer.cut.shards:
+            require(part)
         return answer
 
     def read(self, transfer: CutTransfer, cut: Cut, held: Cut | None, buffers: bytes) -> FetchedShard:
@@ -134,6 +159,9 @@ class Source:
             yield self._channel(index)
         except ChannelError as error:
             raise SourceError(str(error)) from error
+        except (DecodeError, ValueError) as error:
+            self._hang_up()
+            raise SourceError(f"{_UNREADABLE} an answer of {self._address} ({escaped(str(error))})") from error
         except (grpc.RpcError, grpc.FutureCancelledError) as error:
             refusal = details_of(error) if isinstance(error, grpc.RpcError) else None
             if isinstance(error, grpc.RpcError) and refusal is not None and refusal.reason is not None:
@@ -203,8 +231,9 @@ def question(
     dtype: ReaderType,
     name: str,
     seconds: float,
+    relays: Sequence[str] = (),
 ) -> pb.AwaitCutRequest:
-    """Return the question for a newer cut than the known one."""
+    """Return the question for a newer cut than the known one; ``relays`` are those that wait for the answer."""
     return pb.AwaitCutRequest(
         reader=name,
         known=[pb.ShardVersion(**each._asdict()) for each in known.shards] if known is not None else (),
@@ -214,4 +243,5 @@ def question(
         run_state=run_state,
         buffers_digest=known.buffers_digest if known is not None else b"",
         reader_type=type_to_message(dtype),
+        relays=relays,
     )

@@ -19,6 +19,7 @@ from pscore.wire.layouts import require_few_pieces
 from pscore.wire.messages import LARGEST_RATE, MOST_ELEMENTS
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.data_leases.dataset import MOST_EPOCHS, MOST_SAMPLES, MOST_SIZE
+from psservice.feed.relaying import MOST_RELAYS
 from psservice.values import require_name
 
 _WAIT = (0.0, 3600.0)  # seconds of one call; a worker that waits longer calls again
@@ -86,6 +87,7 @@ _MOST_SETTINGS = 256
 _LONGEST_SETTING = 512 << 10  # the positions of all tensors, in groups of an optimizer
 _MOST_CODECS = 64
 _MOST_SHARDS = 4096
+_MOST_RELAYED = 2  # the published and the staged cut
 _MOST_HELD = 2  # parts of a shard: the beginning that came of a transfer, and the rest
 _MOST_FIELDS = 8192  # of one message
 _MOST_INNER_FIELDS = (64 << 10) + 1  # of one in it: a header has the groups of a plan
@@ -97,7 +99,7 @@ _NAMES: Mapping[str, Mapping[str, bool]] = {
     "FinishRunRequest": {"run_id": True},
     "TakeSnapshotRequest": {"checkpoint": True},
     "DeleteCheckpointRequest": {"checkpoint": False},
-    "FollowRunRequest": {"publication": True},
+    "FollowRunRequest": {"publication": True, "not_relayed": True},
     "RestoreModelRequest": {"checkpoint": True, "ticket": True, "publication": True},
     "EvictWorkerRequest": {"worker_id": False},
     "AwaitCutRequest": {"reader": True},
@@ -171,6 +173,10 @@ def _require_cut_question(request: pb.AwaitCutRequest) -> None:
         raise Rejected(ErrorCode.BAD_REQUEST, f"a cut has at most {_MOST_SHARDS} shards")
     for version in request.known:
         require(version)
+    if len(request.relays) > MOST_RELAYS:
+        raise Rejected(ErrorCode.BAD_REQUEST, f"at most {MOST_RELAYS} relays wait for an answer")
+    for name in request.relays:
+        require_name("relays", name)
 
 
 def _require_read(request: pb.ReadCutRequest) -> None:
@@ -181,8 +187,11 @@ def _require_read(request: pb.ReadCutRequest) -> None:
 
 
 def _require_news_question(request: pb.FollowRunRequest) -> None:
-    for part in (request.version, request.relayed):
-        require(part)
+    require(request.version)
+    if len(request.relayed) > _MOST_RELAYED:
+        raise Rejected(ErrorCode.BAD_REQUEST, f"a shard of a relay has at most {_MOST_RELAYED} cuts of its source")
+    for name in request.relayed:
+        require_name("relayed", name)
 
 
 _LISTS: Mapping[str, Callable[[Any], None]] = {

@@ -34,6 +34,15 @@ class ReaderCalls:
         if not shard.is_coordinator:
             mine = place_of(self._settings.shard_index, self._settings.num_shards)
             raise Rejected(ErrorCode.SHARD_MISMATCH, f"shard 0 names the cuts; this is shard {mine}")
+        relaying = shard.relaying
+        if relaying is not None:
+            relaying.hear_of_relays(request.relays)
+            if relaying.identity in request.relays:
+                raise Rejected(
+                    ErrorCode.RELAY_RING,
+                    f"the relay at {self._settings.listen} follows {self._settings.relay_of}, and that leads back to "
+                    "this relay itself, so that none of them has a source",
+                )
         model = shard.model
         if model is None:
             why = "no worker has uploaded a model yet"
@@ -59,7 +68,7 @@ class ReaderCalls:
         return pb.AwaitCutResponse(
             cut=self._message(cut, dtype),
             layout=None if request.fingerprint == layout.fingerprint else shard.packed(layout),
-            newest_version=model.version,
+            newest_version=max(model.version, 0 if relaying is None else relaying.source_version(0)),
             run_state=run_state,
         )
 

@@ -16,6 +16,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psservice.awaiting import NotYetError
 from psservice.cuts.cuts import Part
+from psservice.feed.relayed_shard import RelayedShard
 from psservice.rpc.auth import Authenticator, Role
 from psservice.rpc.calls import Call
 from psservice.settings import ServerSettings
@@ -64,12 +65,8 @@ class ShardCalls:
             digests = version.digest, *request.more_digests
             told = Part(version.generation, version.version, digests, request.publication)
             shard.cuts.hear(request.shard_index, request.cut, told)
-        if request.HasField("relayed") and shard.go_to is not None and self._may_tell(call):
-            part, index = (request.relayed.generation, request.relayed.version), request.shard_index
-            shard.relay_parts[index] = part
-            if shard.relayed is not None and index < len(shard.relayed.shards):
-                shard.relay_failures.setdefault(index, 0)
-                shard.relay_failures[index] += part != shard.relayed.shards[index][:2]
+        if shard.relaying is not None and self._may_tell(call):
+            shard.relaying.hear(request.shard_index, request.relayed, request.not_relayed)
         number, news = shard.news, news_of(shard)  # in this order: what changes from here on changes the number
         fingerprint = _fingerprint(news)
         if request.known == fingerprint and call.wait_seconds and not call.is_late:
@@ -89,11 +86,7 @@ def question_of(shard: Shard, known: int) -> pb.FollowRunRequest:
     if part is not None:
         first, *more = part.digests
         version = pb.ShardVersion(generation=part.generation, version=part.version, digest=first)
-    model, relayed = shard.model, None
-    if shard.go_to is not None:
-        relayed = pb.ShardVersion()
-        if model is not None:
-            relayed = pb.ShardVersion(generation=model.generation, version=model.version)
+    model, relaying = shard.model, shard.relaying
     return pb.FollowRunRequest(
         shard_index=shard.settings.shard_index,
         num_shards=shard.settings.num_shards,
@@ -102,7 +95,8 @@ def question_of(shard: Shard, known: int) -> pb.FollowRunRequest:
         cut=cut,
         version=version,
         more_digests=more,
-        relayed=relayed,
+        relayed=model.cuts_here() if isinstance(model, RelayedShard) else (),
+        not_relayed="" if relaying is None else relaying.failed,
         publication="" if part is None else part.publication,
     )
 
@@ -121,11 +115,17 @@ class Follower:
 
     def __init__(self, shard: Shard, authenticator: Authenticator) -> None:
         self._shard, self._authenticator = shard, authenticator
-        self._closing = threading.Event()
+        self._closing, self._has_more = threading.Event(), threading.Event()
         self._call: Any = None
         self._complained = 0.0
         self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
         self._thread.start()
+
+    def ask_now(self) -> None:
+        """Have shard 0 hear at once what this shard has to tell; from any thread."""
+        self._has_more.set()
+        if (call := self._call) is not None:
+            call.cancel()
 
     def close(self) -> None:
         """End the thread."""
@@ -143,6 +143,8 @@ class Follower:
                     stub = ParameterServerServiceStub(channel)
                     while not self._closing.is_set():
                         answer = self._ask(stub, known)
+                        if answer is None:
+                            continue
                         follow(self._shard, answer.news)
                         known, pause = answer.fingerprint, _SHORTEST_PAUSE_SECONDS
                         self._shard.metrics.follows_coordinator.set(1)
@@ -151,18 +153,27 @@ class Follower:
             except Exception as error:  # whatever it was, the thread lives on and asks again
                 log.exception("what shard 0 told cannot be followed", exc_info=error)
             self._shard.metrics.follows_coordinator.set(0)
+            if self._shard.relaying is not None:
+                self._shard.relaying.aim_at_nothing()
             known = 0  # so that what could not be done comes again
             self._closing.wait(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
-    def _ask(self, stub: ParameterServerServiceStub, known: int) -> pb.FollowRunResponse:
+    def _ask(self, stub: ParameterServerServiceStub, known: int) -> pb.FollowRunResponse | None:
+        """Return the answer; ``None`` if this shard has more to tell."""
+        self._has_more.clear()  # before it is told
         request = question_of(self._shard, known)
         token = self._authenticator.shard_token()
         metadata = (("authorization", token),) if token else None
         self._call = stub.FollowRun.future(request, timeout=LONGEST_SECONDS + _ANSWER_SECONDS, metadata=metadata)
-        if self._closing.is_set():  # close() came in between
+        if self._closing.is_set() or self._has_more.is_set():  # another thread has not seen this call
             self._call.cancel()
-        answer: pb.FollowRunResponse = self._call.result()
+        try:
+            answer: pb.FollowRunResponse = self._call.result()
+        except grpc.FutureCancelledError:
+            if self._closing.is_set() or not self._has_more.is_set():
+                raise
+            return None
         return answer
 
     def _complain(self, error: Exception) -> None:
@@ -175,8 +186,8 @@ class Follower:
         if not self._complained or now - self._complained >= _COMPLAINT_SECONDS:
             self._complained = now
             what = "shard 0 cannot be followed (--coordinator): this shard serves on, and takes snapshots by itself"
-            if self._shard.go_to is not None:
-                what = "this shard of a relay cannot go on: shard 0 is away, or its part of the source cannot be read"
+            if self._shard.relaying is not None:
+                what = "shard 0 cannot be followed: readers of this relay keep the version that is here"
             log.warning(
                 what,
                 extra={"coordinator": address, "error": why},

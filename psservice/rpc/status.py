@@ -74,6 +74,7 @@ def status_of(shard: Shard, uptime_seconds: float, queued: int, *, brief: bool =
         known_shards=shard.state.histories.known(),
         cut_version=_cut_version(shard),
         readers=_readers(shard),
+        relay=_relay(shard),
     )
 
 
@@ -88,6 +89,19 @@ def _readers(shard: Shard) -> list[pb.ReaderStatus]:
         pb.ReaderStatus(reader=each.name, version=each.version, behind_seconds=each.behind_seconds(now))
         for each in shard.cuts.readers.all()[:_MOST_READERS]
     ]
+
+
+def _relay(shard: Shard) -> pb.RelayStatus | None:
+    relaying = shard.relaying
+    if relaying is None:
+        return None
+    return pb.RelayStatus(
+        source=shard.settings.relay_of,
+        lost_seconds=relaying.lost_seconds,
+        error=relaying.error,
+        source_version=relaying.source_version(shard.settings.shard_index),
+        behind_seconds=relaying.behind_seconds,
+    )
 
 
 def _longest_behind(shard: Shard) -> float:
@@ -154,6 +168,9 @@ def bind_metrics(shard: Shard) -> None:
     metrics.readers.set_function(lambda: len(shard.cuts.readers))
     metrics.cut_version.set_function(lambda: _cut_version(shard))
     metrics.reader_behind_seconds.set_function(lambda: _longest_behind(shard))
+    if (relaying := shard.relaying) is not None:
+        metrics.source_lost_seconds.set_function(lambda: relaying.lost_seconds)
+        metrics.source_behind_seconds.set_function(lambda: relaying.behind_seconds)
     metrics.training.set_function(lambda: shard.run.state is RunState.TRAINING)
     metrics.draining.set_function(lambda: shard.drain_gate.is_closed)
     metrics.durable.set_function(lambda: shard.durability.is_healthy)

@@ -24,11 +24,12 @@ RUN_STATES = {state: pb.RunState.Value(f"RUN_STATE_{state.name}") for state in R
 def news_of(shard: Shard) -> pb.RunNews:
     """Return the present news for the other shards; on shard 0, from any thread."""
     relayed = None
-    if shard.relayed is not None:
-        relayed = shard.relayed.to_message()
+    if shard.relaying is not None and (target := shard.relaying.target) is not None:
+        relayed = target.to_message()
         relayed.age_seconds = 0.0  # or these news would differ from those before
     run, last, cut, model = shard.run, shard.last_push, shard.cuts.wanted, shard.model
-    published, name = shard.published if shard.state.mode.is_feed else (0, "")
+    mode = shard.state.mode
+    published, name = shard.published if mode.is_feed or mode.is_relayed else (0, "")
     return pb.RunNews(
         run_id=run.run_id,
         run_state=RUN_STATES[run.state],
@@ -52,22 +53,24 @@ def follow(shard: Shard, news: pb.RunNews) -> None:
 
     Raises :class:`~pscore.wire.errors.Rejected` if that cannot be done now: the next news bring it again.
     """
-    if shard.go_to is not None:
+    if shard.relaying is not None:
         if news.HasField("relayed"):
-            shard.go_to(Cut.from_message(news.relayed))
+            shard.relaying.aim(Cut.from_message(news.relayed))
     elif not shard.run.run_id:
         named = rec.RunNamed(run_id=news.run_id)
         shard.apply_thread.run(lambda: shard.commit(named))  # not while the model is replaced, with the run's id
         log.info("shard 0 has named the run", extra={"run": news.run_id})
     if news.run_id != shard.run.run_id:
-        if shard.go_to is not None:  # shard 0 has not named the source's cut yet
+        if shard.relaying is not None:  # one of the two has not fetched anything of this run yet
             return
         log.error(
             "shard 0 is of another run: it has lost its data, or --coordinator names another server",
             extra={"run": shard.run.run_id, "of_shard_0": news.run_id},
         )
         return
-    if news.published:
+    if shard.relaying is not None:
+        publication.hear_relayed(shard, news.publication)
+    elif news.published:
         with suppress(Rejected):  # no model, or not durable: the next news bring it again
             publication.hear(shard, news.published, news.publication)
     with suppress(Rejected):  # no model, or another one is on its way in: shard 0 names another cut
@@ -81,8 +84,8 @@ def follow(shard: Shard, news: pb.RunNews) -> None:
     worker = Identity(news.last_worker.worker_id, news.last_worker.incarnation)
     with shard.join_lock:  # under which a restore undoes an end
         is_over = news.run_state == pb.RUN_STATE_FINISHED and news.generation != shard.undone_end
-        if isinstance(shard.model, RelayedShard):  # whose shard 0 may not be back yet where this one is
-            is_over &= [each.generation for each in shard.model.cut.shards[:1]] == [news.generation]
+        if isinstance(shard.model, RelayedShard):  # whose shard 0 may have another cut
+            is_over &= shard.model.publication == news.publication
         shard.ends_with = End(worker, news.last_step, news.generation) if is_over else None
     if is_over and shard.model is not None:
         shard.apply_thread.run(lambda: end_if_over(shard))

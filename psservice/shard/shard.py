@@ -15,7 +15,6 @@ import torch
 from pscore.model.layout import Span
 from pscore.model.modelfile import StateDict
 from pscore.model.sparse_slice import SparseSlice
-from pscore.reader.cut import Cut
 from pscore.selection import SELECTORS
 from pscore.wire.codecs.names import VALUE_CODECS
 from pscore.wire.errors import ErrorCode, Rejected
@@ -26,7 +25,8 @@ from psservice.cuts.cuts import Cuts
 from psservice.durability.capture import layout_json
 from psservice.durability.durability import Durability, Prepared
 from psservice.durability.final_model import FinalModel, ModelCopy
-from psservice.feed.feed_shard import FeedShard
+from psservice.feed.relaying import Relaying
+from psservice.feed.staged_shard import StagedShard
 from psservice.membership.admission import Admission, DrainGate
 from psservice.membership.leases import Leases, ServingClock
 from psservice.memory_budget import Kept, MemoryBudget, default_limit
@@ -96,16 +96,13 @@ class Shard:
         memory: what calls occupy, and what is kept for them and for workers.
         packed, layout_json: return the layout as it travels, and as snapshots have it.
         news: a number that differs once there are news for the other shards; see :meth:`tell_shards`.
-        published: the version of a feed that is durable on shard 0, so that the other shards may publish it, and the
-            name of the push that had staged it.
+        published: the version of a feed or a relay that is durable on shard 0, so that the other shards may publish it,
+            and the name under which it was staged.
         rollback: that is prepared, while the shard holds.
         last_push: that ended the run on shard 0: its worker and step.
         ends_with: the run's end, as another shard heard of it from shard 0.
         undone_end: shard 0's generation in the end before which this shard has gone back; 0 if there is none.
-        relayed: the cut of the source to which a relay's shards go; on shard 0.
-        relay_parts: generation and version that each other shard of a relay has told; on shard 0.
-        relay_failures: how often each has asked shard 0 without the cut that ``relayed`` names; on shard 0.
-        go_to: brings a relay's shard to a cut of the source; ``None`` on other servers.
+        relaying: how a relay follows its source; ``None`` on other servers.
         lease_ends: the thread that ends leases by the clock, once the shard is open.
         installing: whether another model is on its way in: joining workers wait for it. Set under ``join_lock``.
         join_lock: held while a worker joins, while ends of leases are journaled, and while the model is replaced.
@@ -160,10 +157,10 @@ class Shard:
         self.ends_with: End | None = None
         self.undone_end = 0
         self.durability = Durability(self, on_health, self.tell_shards)
-        self.relayed: Cut | None = None
-        self.relay_parts: dict[int, tuple[int, int]] = {}
-        self.relay_failures: dict[int, int] = {}
-        self.go_to: Callable[[Cut], None] | None = None
+        self.relaying: Relaying | None = None
+        if settings.relay_of:
+            identity = environment.random_bytes(8).hex()
+            self.relaying = Relaying(settings.num_shards, identity, environment.monotonic)
         self.cuts = Cuts(self, settings.cut_seconds, settings.num_shards)
 
     def new_state(self) -> ShardState:
@@ -257,7 +254,9 @@ class Shard:
         assert state.model is not None
         self.synchronizer = self._synchronizer_for(state.model)
         self.metrics.version = state.model.version
-        self.published = state.model.staged.published if isinstance(state.model, FeedShard) else (0, "")
+        self.published = state.model.staged.published if isinstance(state.model, StagedShard) else (0, "")
+        if self.relaying is not None:
+            self.relaying.publish(self.published[1])
 
     def _synchronizer_for(self, model: ModelShard) -> Synchronizer | None:
         """Return the synchronizer that a model needs; ``None`` if every push is applied as it comes."""
@@ -308,9 +307,10 @@ class Shard:
 
     def _kept(self) -> Kept:
         kept = Kept() if (model := self.model) is None else model.kept()
-        others = sum([copies.held_bytes for each in self._replaced if (copies := each()) is not None])
-        others += self.cuts.nbytes
-        return kept._replace(copies=kept.copies + others) if others else kept
+        own = None if model is None else model.copies  # a relay's next model has those of the one before
+        others = [copies for each in self._replaced if (copies := each()) is not None and copies is not own]
+        held_bytes = sum(copies.held_bytes for copies in others) + self.cuts.nbytes
+        return kept._replace(copies=kept.copies + held_bytes) if held_bytes else kept
 
     def _sum_bytes(self) -> int:
         return 0 if (model := self.model) is None else model.sum_bytes

@@ -14,8 +14,8 @@ from pscore.model.layout import ModelLayout
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.messages import share_from_messages
 from psservice.data_leases.dataset import Datasets, Plan, SampleRequest
-from psservice.feed.feed_shard import FeedShard
-from psservice.feed.relayed_shard import Place, RelayedShard
+from psservice.feed.relayed_shard import RelayedShard
+from psservice.feed.staged_shard import StagedShard
 from psservice.model.buffers import BufferAverage
 from psservice.model.parameters import GroupDecision, ModelShard
 from psservice.model.training_mode import TrainingMode
@@ -114,20 +114,18 @@ class ShardState:
         model = self._model()
         if not isinstance(model, RelayedShard):
             raise ValueError("the shard relays nothing")
-        is_next = (record.generation, record.before) == (model.generation, model.version)
-        if not is_next or record.version < record.before:
+        if record.whole:
+            if update is None or update.offsets is not None:
+                raise ValueError("a whole version has all values")
+            model.stage_whole(record.generation, record.version, record.name, update.values, record.buffers)
+            return
+        base = model.base(record.generation, record.before)
+        if base is None or record.version < record.before:
             raise ValueError(
-                f"it is version {record.version} of generation {record.generation}, and follows version "
-                f"{model.version} of {model.generation}"
+                f"it leads from version {record.before} of generation {record.generation} to {record.version}, and the "
+                f"shard has version {model.version} of {model.generation}"
             )
-        if record.version > model.version:
-            model.apply(update, version=record.version)
-        model.relay([Place(each.generation, each.version) for each in record.parts])
-        if record.buffers and self.buffers is not None:
-            self.buffers.replace(record.buffers)
-        elif record.buffers:
-            specs = model.layout.buffers
-            self.buffers = BufferAverage(specs, unpack(record.buffers, specs))
+        model.stage(base, record.version, record.name, update, record.buffers)
 
     def _average(self, record: rec.Averaged) -> None:
         if self.buffers is None:
@@ -162,9 +160,12 @@ class ShardState:
 
     def _publish(self, record: rec.Published) -> None:
         model = self._model()
-        if not isinstance(model, FeedShard) or record.version != model.staged.version:
-            raise ValueError(f"version {record.version} of a feed is not staged")
+        if not isinstance(model, StagedShard) or not model.staged.is_there or record.version != model.staged.version:
+            raise ValueError(f"version {record.version} is not staged")
+        buffers = model.staged.buffers
         model.publish()
+        if buffers:
+            self.buffers = with_buffers(self.buffers, model.layout, buffers)
 
     def _decide_groups(self, record: rec.GroupDecided) -> None:
         worker = record.worker
@@ -188,6 +189,14 @@ class ShardState:
         if self.model is None:
             raise ValueError("the shard has no model")
         return self.model
+
+
+def with_buffers(average: BufferAverage | None, layout: ModelLayout, packed: bytes) -> BufferAverage:
+    """Return buffers with other values, packed in their own dtypes; those that are there are changed."""
+    if average is None:
+        return BufferAverage(layout.buffers, unpack(packed, layout.buffers))
+    average.replace(packed)
+    return average
 
 
 _GROUPS: Mapping[int, GroupDecision] = {

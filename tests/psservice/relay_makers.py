@@ -7,6 +7,7 @@ from pscore.model.digest import ModelDigest
 from pscore.model.sparse_slice import SparseSlice
 from pscore.reader.cut import Cut, ShardVersion
 from pscore.reader.transfer import FetchedShard, digest_of_buffers
+from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.layouts import pack_layout
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.relay.relay import Relay
@@ -112,9 +113,25 @@ class RelayHistory(Lives):
         super().open()
         self.relay = Relay(self.shard, self.source)
 
+    def fetch(self):
+        """Stage the source's cut, and return it."""
+        cut = self.source.cut()
+        try:
+            self.shard.relaying.aim(cut)
+            self.relay.fetch(cut)
+        except SourceError as error:
+            raise Rejected(ErrorCode.BUSY, str(error)) from error
+        return cut
+
+    def publish(self, cut):
+        """Publish a cut that is staged: the other shards have it."""
+        for index in range(1, self.source.shards):
+            self.shard.relaying.hear(index, [cut.name], "")
+        self.relay.publish()
+
     def follow(self):
         """Go to the source's cut."""
-        self.shard.go_to(self.source.cut())
+        self.publish(self.fetch())
 
     def is_at(self, cut):
         """Tell whether the shard has its part of a cut, bit for bit."""
@@ -124,9 +141,9 @@ class RelayHistory(Lives):
         return ShardVersion(model.generation, model.version, digest.value) == part
 
     def lied_to(self):
-        """Follow a source whose words are others than its digest says."""
+        """Fetch from a source whose words are others than its digest says."""
         self.source.lies = True
         try:
-            self.follow()
+            self.fetch()
         finally:
             self.source.lies = False

@@ -82,10 +82,6 @@ class Host:
         """The shards of this one's run, shard 0 first."""
         return self.simulation.hosts
 
-    async def _hear(self, news):
-        """Do as shard 0 has told."""
-        follow(self.shard, news)
-
     def start(self, *, power_cut=False):
         """Begin from the disk; the process may die meanwhile, and is then started again."""
         recover = "strict"
@@ -213,9 +209,11 @@ class Host:
                 answer = await link.receive(pb.FollowRunResponse)
                 self.require_alive()
                 if answer is not None:
-                    await self._hear(answer.news)
+                    follow(self.shard, answer.news)
                     known = answer.fingerprint
                 continue
             except (CutError, RefusedError, Rejected, TimeoutError):
                 known = 0
+            if self.shard.relaying is not None:
+                self.shard.relaying.aim_at_nothing()
             await asyncio.sleep(0.2 + self.random.random())

@@ -42,14 +42,18 @@ class Reader:
         while not self._is_done():
             if self.random.random() < 0.05:  # its process dies
                 self.versions, self.values, self.begun = [], None, {}
-            try:
-                await self._advance()
-            except RefusedError as refusal:
-                require(refusal.reason in AGAIN, f"{self.name} is refused: {refusal}")
-            except (CutError, TimeoutError):
-                pass
+            await self.try_once()
             is_slow = self.random.random() < 0.15  # so that it lacks more versions than are kept
             await asyncio.sleep(LONGEST_NAP_SECONDS * self.random.random() if is_slow else self.random.random())
+
+    async def try_once(self):
+        """Ask for a newer cut, and fetch it; a call may be cut off."""
+        try:
+            await self._advance()
+        except RefusedError as refusal:
+            require(refusal.reason in AGAIN, f"{self.name} is refused: {refusal}")
+        except (CutError, TimeoutError):
+            pass
 
     def _is_done(self):
         simulation = self.simulation

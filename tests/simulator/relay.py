@@ -1,7 +1,7 @@
 """A simulated relay: shards with disks of their own, which follow the run's shards over calls that may be cut."""
 
 import asyncio
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 from pscore.model.layout import ModelLayout
 from pscore.reader.cut import Cut
@@ -10,11 +10,11 @@ from pscore.wire.layouts import pack_layout
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.relay.relay import Relay
 from psservice.relay.source import question
-from psservice.shard.following import follow
 from tests.simulator.fleet import Host
 from tests.simulator.network import CutError, Link, RefusedError
 from tests.simulator.witness import bits, require
 
+NOT_NOW = CutError, RefusedError, Rejected, TimeoutError
 TURNS = 50  # a tenth of a second each, in which readers get a cut
 
 
@@ -50,7 +50,7 @@ class SourceWitness:
     """Compares a relay's shard with what its counterpart has had at each version."""
 
     def __init__(self, counterpart):
-        self._counterpart, self.restoring = counterpart, set()
+        self._counterpart, self.restoring, self.may_have_lost = counterpart, set(), False
 
     @property
     def values(self):
@@ -63,6 +63,7 @@ class SourceWitness:
         pass
 
     def recovered(self, shard, *, may_lose):
+        self.may_have_lost |= may_lose
         self.look(shard)
 
     def look(self, shard):
@@ -89,18 +90,14 @@ class RelayHost(Host):
         super().start(power_cut=power_cut)
         self.source = Fetched(self.simulation.layout)
         self.relay = Relay(self.shard, self.source)
-        if not self.index:
-            self.tasks.append(asyncio.ensure_future(self._guarded(self._lead())))
+        work = self._keep_up() if self.index else self._lead()
+        self.tasks.append(asyncio.ensure_future(self._guarded(work)))
 
-    async def _hear(self, news):
-        """Do as shard 0 has told, with what has to come first."""
-        await self._fetching(lambda: follow(self.shard, news))
-
-    async def _fetching(self, act):
+    async def _stage(self, cut):
         while True:
             self.require_alive()
             try:
-                return act()
+                return self.relay.fetch(cut)
             except NotHereError as needed:
                 request = needed.request
             self.source.answers = {request.SerializeToString(): await self._fetch(request)}
@@ -117,6 +114,8 @@ class RelayHost(Host):
         return messages
 
     def _link(self, rpc, index):
+        if self.simulation.source_is_away:
+            raise CutError
         return Link(self.simulation.hosts[index], rpc, self.random, cut_share=self.simulation.cut_share)
 
     async def _lead(self):
@@ -126,10 +125,26 @@ class RelayHost(Host):
             await asyncio.sleep(self.random.random())
             try:
                 known = await self._follow_source(known)
-            except (CutError, RefusedError, Rejected, TimeoutError):
+            except NOT_NOW:
                 known = None
 
+    async def _keep_up(self):
+        """What the thread of another shard does."""
+        relaying = self.shard.relaying
+        while True:
+            await asyncio.sleep(self.random.random())
+            cut = relaying.target
+            if cut is None or self.relay.has_part(cut):
+                continue
+            with suppress(*NOT_NOW):
+                await self._stage(cut)
+            relaying.failed = "" if self.relay.has_part(cut) else cut.name
+            if self._follows is not None:
+                self._follows.cut()  # so that shard 0 is asked anew, and told
+
     async def _follow_source(self, known):
+        self.require_alive()
+        self.relay.publish()  # what was staged before
         source = self.simulation.hosts[0]
         link = self._link("AwaitCut", 0)
 
@@ -149,15 +164,17 @@ class RelayHost(Host):
             raise CutError
         self.require_alive()
         cut = Cut.from_message(answer.cut)
+        relaying = self.shard.relaying
         if cut != known:
-            self.shard.relay_failures.clear()
-            self.shard.relayed = cut
+            relaying.aim(cut)
             self.shard.tell_shards()
-            await self._fetching(lambda: self.shard.go_to(cut))
-            while not self.relay.is_together():
-                if self.relay.has_failed():
+            await self._stage(cut)
+            while not relaying.others_have(cut.name):
+                if relaying.some_failed(cut.name):
                     raise CutError
                 await asyncio.sleep(0.1)
+            self.require_alive()
+            self.relay.publish()
             for _ in range(TURNS):
                 if self.relay.is_readable(cut):
                     break

@@ -35,7 +35,8 @@ FEED = ModelLayout(
     word_bytes=2,
 )
 NAMES = ("anna", "bert", "cleo")
-READERS, RELAY_READER = ("rita", "rolf"), "rosa"
+READERS, RELAY_READER, LATE_READER = ("rita", "rolf"), "rosa", "ruth"
+LONGEST_LATENESS_SECONDS = 120.0  # of a reader's first cut of a relay whose source is away
 RELAY_SHARE = 0.3  # of the histories, in which a relay follows
 LONGEST_SECONDS = 3600.0  # of virtual time, which nothing but a wait without an end reaches
 LONGEST_PARTING_SECONDS = 25.0  # longer than a lease
@@ -74,7 +75,7 @@ class Simulation:
         self.is_rough, self.is_over, self.trace, self._error, self._tasks = True, False, [], None, set()
         self.start = self._grid(LAYOUT.size)
         self.entries = [{} for _ in self.spans]  # of each push, by shard, identity and step
-        self.hosts, self.relays = [], []
+        self.hosts, self.relays, self.source_is_away = [], [], False
         # Not with WAGMA, whose versions do not name values.
         self.has_relay = not self.in_groups and random.Random(f"relay {seed}").random() < RELAY_SHARE
 
@@ -141,6 +142,8 @@ class Simulation:
         else:
             self.workers = [Worker(self, name, self.random.randint(3, 7)) for name in NAMES]
         troubles = self.start_task(self._make_trouble())
+        if self.has_relay:
+            self.start_task(self._leave_relay_alone(random.Random(f"alone {self.seed}")))
         readers = [Reader(self, name, self.hosts) for name in READERS]
         readers += [Reader(self, RELAY_READER, self.relays)] if self.has_relay else []
         reading = [self.start_task(reader.live()) for reader in readers]
@@ -219,6 +222,32 @@ class Simulation:
             if host.is_up:
                 await what(host)
         self.is_rough, self.cut_share = False, 0.0
+
+    async def _leave_relay_alone(self, draw):
+        """Let the relay's shards die one after another while the source is away: a new reader gets a cut."""
+        await asyncio.sleep(20 * draw.random())
+        while not self._relay_has_a_cut():
+            await asyncio.sleep(draw.random())
+        self.note("the relay's source is away")
+        self.source_is_away = True
+        for host in self.relays:
+            await asyncio.sleep(draw.choice((0.0, 0.2 * draw.random())))
+            host.kill(seconds=2 * draw.random())
+        reader, began = Reader(self, LATE_READER, self.relays), self.loop.time()
+        while not reader.versions and not any(host.witness.may_have_lost for host in self.relays):
+            require(
+                self.loop.time() < began + LONGEST_LATENESS_SECONDS,
+                f"{LATE_READER} gets no cut: the relay has {[host.shard.model.cuts_here() for host in self.relays]}",
+            )
+            await reader.try_once()
+            await asyncio.sleep(draw.random())
+        self.note("the relay's source is back")
+        self.source_is_away = False
+
+    def _relay_has_a_cut(self):
+        return all(host.is_up and host.shard.model is not None for host in self.relays) and (
+            self.relays[0].relay.is_together()
+        )
 
     async def _kill(self, host):
         host.kill(power_cut=self.random.random() < 0.5, seconds=self.random.random() * 4)

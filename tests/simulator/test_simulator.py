@@ -2,7 +2,8 @@
 
 Three workers train on one to three shards: asynchronously, with SSP, in rounds, in rounds with a quorum, in
 rounds of those who are fast enough, or with WAGMA. Or a publisher publishes the versions of a feed. In some a relay
-follows, which dies and is cut off as the others are; it has what its source had, and nothing else.
+follows, which dies and is cut off as the others are; it has what its source had, and nothing else, and whenever it dies
+while its source is away, new readers get a cut of it.
 Processes die at any write, lose power, find no room, cannot sync; connections break at any message; operators take
 snapshots and go back. Every push that was answered is in the parameters exactly once, bit for bit; every reply has what
 its version had; every cut of a feed is one publication; and nobody waits for ever. SIMULATOR_HISTORIES and
@@ -20,11 +21,13 @@ from psservice.cuts import cuts
 from psservice.cuts.stamps import Stamps
 from psservice.cuts.tracks import Tracks
 from psservice.feed.feed_shard import FeedShard
+from psservice.feed.relayed_shard import RelayedShard
+from psservice.feed.relaying import Relaying
 from psservice.model.copies import CopyOnWrite
 from psservice.relay.relay import Relay
+from psservice.shard import following
 from psservice.shard.shard import Shard
 from psservice.state.pushes import Pushes
-from psservice.state.state import ShardState
 from psservice.state.v1 import journal_pb2 as rec
 from tests.psservice.durability.memory_disk import Handle, MemoryDisk
 from tests.simulator import simulation
@@ -113,9 +116,9 @@ def test_a_shard_of_a_feed_that_breaks_a_promise_is_found_out(where, call, broke
         simulate(0, FOUND_WITHIN, "feed")
 
 
-def _relay_some_of_it(state, record, update, relay=ShardState._relay):
+def _stage_some_of_it(shard, base, version, name, update, buffers, stage=RelayedShard.stage):
     half = update if update is None or update.offsets is None else _half_of(update)
-    relay(state, record, half)
+    stage(shard, base, version, name, half, buffers)
 
 
 def _any_cut_of_a_relay(model, parts, may_be=cuts._may_be_a_cut):
@@ -131,10 +134,17 @@ def _half_of(update):
 @pytest.mark.parametrize(
     "patches",
     [
-        [(ShardState, "_relay", _relay_some_of_it)],
+        [(RelayedShard, "stage", _stage_some_of_it)],
         [(cuts, "_may_be_a_cut", _any_cut_of_a_relay), (Relay, "is_together", lambda relay: True)],
+        [(Relaying, "others_have", lambda relaying, name: True)],
+        [(following.publication, "hear_relayed", lambda shard, name: None)],
     ],
-    ids=["half of a version", "cuts of the relay's own"],
+    ids=[
+        "half of a version",
+        "cuts of the relay's own",
+        "a cut that is published before all shards have staged it",
+        "shards that do not publish what shard 0 has published",
+    ],
 )
 def test_a_relay_that_breaks_a_promise_is_found_out(patches, monkeypatch):
     for patch in patches:

@@ -424,6 +424,8 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     """No checkpoint of that name, or none that covers that version, is kept."""
     REFUSAL_REASON_NO_SUCH_CUT: _RefusalReason.ValueType  # 31
     """The values of that cut are no longer kept: ask for the newest one."""
+    REFUSAL_REASON_RELAY_RING: _RefusalReason.ValueType  # 32
+    """A relay would relay itself."""
 
 class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper):
     """Why a call was refused; its full name travels as the reason of google.rpc.ErrorInfo."""
@@ -490,6 +492,8 @@ REFUSAL_REASON_NO_SUCH_CHECKPOINT: RefusalReason.ValueType  # 30
 """No checkpoint of that name, or none that covers that version, is kept."""
 REFUSAL_REASON_NO_SUCH_CUT: RefusalReason.ValueType  # 31
 """The values of that cut are no longer kept: ask for the newest one."""
+REFUSAL_REASON_RELAY_RING: RefusalReason.ValueType  # 32
+"""A relay would relay itself."""
 Global___RefusalReason: _TypeAlias = RefusalReason  # noqa: Y015
 
 class _DrainAction:
@@ -1208,10 +1212,10 @@ class RunNews(_message.Message):
     cut: _builtins.int
     """The cut that every shard is to take part in: of its values now; 0 if there are no readers."""
     published: _builtins.int
-    """Of a feed: the version that is published, which a shard that has staged it publishes too; 0 for a model that is trained."""
+    """Of a feed or a relay: the version that is published, which a shard that has staged it publishes too; 0 for a model that is trained."""
     publication: _builtins.str
-    """The push that has staged that version on shard 0, by a name that no other push has: a shard publishes what this push has staged
-    there, and nothing else. Empty for a version that was uploaded.
+    """The push that has staged that version on shard 0, by a name that no other push has, or the cut of the source: a shard publishes what
+    this has staged there, and nothing else. Empty for a version that was uploaded.
     """
     @_builtins.property
     def last_worker(self) -> Global___WorkerIdentity:
@@ -1227,7 +1231,7 @@ class RunNews(_message.Message):
 
     @_builtins.property
     def relayed(self) -> Global___Cut:
-        """Of a relay: the cut of the source to which every shard goes, without its age; unset for other servers."""
+        """Of a relay: the cut of the source that every shard is to stage, without its age; unset for other servers."""
 
     def __init__(
         self,
@@ -1268,6 +1272,7 @@ class FollowRunRequest(_message.Message):
     MORE_DIGESTS_FIELD_NUMBER: _builtins.int
     RELAYED_FIELD_NUMBER: _builtins.int
     PUBLICATION_FIELD_NUMBER: _builtins.int
+    NOT_RELAYED_FIELD_NUMBER: _builtins.int
     shard_index: _builtins.int
     """Which shard asks."""
     num_shards: _builtins.int
@@ -1279,7 +1284,9 @@ class FollowRunRequest(_message.Message):
     cut: _builtins.int
     """The newest cut that this shard has taken part in, as in the news; 0 for none."""
     publication: _builtins.str
-    """Of a feed: the publication that this version is. A cut is of one publication."""
+    """Of a feed or a relay: the publication that this version is. A cut is of one publication."""
+    not_relayed: _builtins.str
+    """Of a relay: the cut of the source that this shard has tried to fetch last, and could not; empty if it could."""
     @_builtins.property
     def version(self) -> Global___ShardVersion:
         """Its version in that cut, with the digest for the first of the data types of the news."""
@@ -1289,8 +1296,8 @@ class FollowRunRequest(_message.Message):
         """The digests for the other data types, in their order."""
 
     @_builtins.property
-    def relayed(self) -> Global___ShardVersion:
-        """Of a relay: the generation and version that this shard has."""
+    def relayed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of a relay: the cuts of the source that this shard has, by name: the published and the staged one; at most 2 of at most 64 bytes."""
 
     def __init__(
         self,
@@ -1302,12 +1309,13 @@ class FollowRunRequest(_message.Message):
         cut: _builtins.int = ...,
         version: Global___ShardVersion | None = ...,
         more_digests: _abc.Iterable[_builtins.bytes] | None = ...,
-        relayed: Global___ShardVersion | None = ...,
+        relayed: _abc.Iterable[_builtins.str] | None = ...,
         publication: _builtins.str = ...,
+        not_relayed: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["relayed", b"relayed", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "known", b"known", "more_digests", b"more_digests", "num_shards", b"num_shards", "publication", b"publication", "relayed", b"relayed", "shard_index", b"shard_index", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "known", b"known", "more_digests", b"more_digests", "not_relayed", b"not_relayed", "num_shards", b"num_shards", "publication", b"publication", "relayed", b"relayed", "shard_index", b"shard_index", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1795,6 +1803,7 @@ class AwaitCutRequest(_message.Message):
     BUFFERS_DIGEST_FIELD_NUMBER: _builtins.int
     LEAVES_FIELD_NUMBER: _builtins.int
     READER_TYPE_FIELD_NUMBER: _builtins.int
+    RELAYS_FIELD_NUMBER: _builtins.int
     reader: _builtins.str
     """The name of the reader, for the server's status; empty for none."""
     fingerprint: _builtins.bytes
@@ -1817,6 +1826,12 @@ class AwaitCutRequest(_message.Message):
     def known(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardVersion]:
         """The versions of the cut that the reader knows, shard by shard; empty at first."""
 
+    @_builtins.property
+    def relays(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of a relay: its identity, which is another one after each start, and those of the relays that follow it, directly or by others; at
+        most 1,024. A relay refuses its own (RELAY_RING).
+        """
+
     def __init__(
         self,
         *,
@@ -1829,10 +1844,11 @@ class AwaitCutRequest(_message.Message):
         buffers_digest: _builtins.bytes = ...,
         leaves: _builtins.bool = ...,
         reader_type: Global___DataType.ValueType = ...,
+        relays: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffers_digest", b"buffers_digest", "fingerprint", b"fingerprint", "known", b"known", "leaves", b"leaves", "reader", b"reader", "reader_type", b"reader_type", "run_state", b"run_state", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffers_digest", b"buffers_digest", "fingerprint", b"fingerprint", "known", b"known", "leaves", b"leaves", "reader", b"reader", "reader_type", b"reader_type", "relays", b"relays", "run_state", b"run_state", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1849,7 +1865,7 @@ class AwaitCutResponse(_message.Message):
     RUN_STATE_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     newest_version: _builtins.int
-    """Version of shard 0 now; the cut's one, or a later one."""
+    """Version of shard 0 now; the cut's one, or a later one. Of a relay: that of its source, as far as the relay knows."""
     run_state: Global___RunState.ValueType
     """Where the run is."""
     @_builtins.property
@@ -2936,6 +2952,7 @@ class GetStatusResponse(_message.Message):
     KNOWN_SHARDS_FIELD_NUMBER: _builtins.int
     CUT_VERSION_FIELD_NUMBER: _builtins.int
     READERS_FIELD_NUMBER: _builtins.int
+    RELAY_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     run_state: Global___RunState.ValueType
@@ -3028,6 +3045,10 @@ class GetStatusResponse(_message.Message):
     def readers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReaderStatus]:
         """On shard 0: readers that have asked for a cut within the last minutes, at most 1,000, those that are behind first."""
 
+    @_builtins.property
+    def relay(self) -> Global___RelayStatus:
+        """Of a relay: how it follows its source; unset for other servers."""
+
     def __init__(
         self,
         *,
@@ -3071,14 +3092,53 @@ class GetStatusResponse(_message.Message):
         known_shards: _abc.Iterable[Global___ShardHistory] | None = ...,
         cut_version: _builtins.int = ...,
         readers: _abc.Iterable[Global___ReaderStatus] | None = ...,
+        relay: Global___RelayStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["relay", b"relay", "settings", b"settings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_bytes", b"buffer_bytes", "calls_inside", b"calls_inside", "cut_version", b"cut_version", "dense_pull_bytes", b"dense_pull_bytes", "dense_push_bytes", b"dense_push_bytes", "device", b"device", "draining", b"draining", "durability", b"durability", "durable", b"durable", "evicted", b"evicted", "generation", b"generation", "journal_bytes", b"journal_bytes", "known_shards", b"known_shards", "length", b"length", "max_staleness", b"max_staleness", "method", b"method", "num_shards", b"num_shards", "origins", b"origins", "parameters", b"parameters", "ports_in_a_row", b"ports_in_a_row", "pull_bytes", b"pull_bytes", "pulls", b"pulls", "push_bytes", b"push_bytes", "pushes", b"pushes", "queue_limit", b"queue_limit", "queued", b"queued", "readers", b"readers", "run_id", b"run_id", "run_state", b"run_state", "samples", b"samples", "server_version", b"server_version", "settings", b"settings", "shard_index", b"shard_index", "snapshot_age_seconds", b"snapshot_age_seconds", "snapshot_checkpoint", b"snapshot_checkpoint", "snapshot_version", b"snapshot_version", "start", b"start", "uptime_seconds", b"uptime_seconds", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_bytes", b"buffer_bytes", "calls_inside", b"calls_inside", "cut_version", b"cut_version", "dense_pull_bytes", b"dense_pull_bytes", "dense_push_bytes", b"dense_push_bytes", "device", b"device", "draining", b"draining", "durability", b"durability", "durable", b"durable", "evicted", b"evicted", "generation", b"generation", "journal_bytes", b"journal_bytes", "known_shards", b"known_shards", "length", b"length", "max_staleness", b"max_staleness", "method", b"method", "num_shards", b"num_shards", "origins", b"origins", "parameters", b"parameters", "ports_in_a_row", b"ports_in_a_row", "pull_bytes", b"pull_bytes", "pulls", b"pulls", "push_bytes", b"push_bytes", "pushes", b"pushes", "queue_limit", b"queue_limit", "queued", b"queued", "readers", b"readers", "relay", b"relay", "run_id", b"run_id", "run_state", b"run_state", "samples", b"samples", "server_version", b"server_version", "settings", b"settings", "shard_index", b"shard_index", "snapshot_age_seconds", b"snapshot_age_seconds", "snapshot_checkpoint", b"snapshot_checkpoint", "snapshot_version", b"snapshot_version", "start", b"start", "uptime_seconds", b"uptime_seconds", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class RelayStatus(_message.Message):
+    """How a shard of a relay follows the source."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    LOST_SECONDS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    SOURCE_VERSION_FIELD_NUMBER: _builtins.int
+    BEHIND_SECONDS_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    """The source's address, as the relay was given it."""
+    lost_seconds: _builtins.float
+    """How long the source has not been followed, seconds; 0 while it is."""
+    error: _builtins.str
+    """Why not; empty while it is followed."""
+    source_version: _builtins.int
+    """The newest version of this shard at the source that this relay knows of; 0 if it knows of none."""
+    behind_seconds: _builtins.float
+    """How long readers have lacked that version, seconds; 0 if they have it."""
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        lost_seconds: _builtins.float = ...,
+        error: _builtins.str = ...,
+        source_version: _builtins.int = ...,
+        behind_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["behind_seconds", b"behind_seconds", "error", b"error", "lost_seconds", b"lost_seconds", "source", b"source", "source_version", b"source_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RelayStatus: _TypeAlias = RelayStatus  # noqa: Y015
 
 @_typing.final
 class ReaderStatus(_message.Message):

@@ -381,7 +381,7 @@ Global___RoundClosed: _TypeAlias = RoundClosed  # noqa: Y015
 
 @_typing.final
 class Published(_message.Message):
-    """The staged version of a feed becomes the one that readers get."""
+    """The staged version of a feed or a relay becomes the one that readers get."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -619,35 +619,9 @@ class SamplesLeased(_message.Message):
 Global___SamplesLeased: _TypeAlias = SamplesLeased  # noqa: Y015
 
 @_typing.final
-class RelayedPart(_message.Message):
-    """A shard's part of a cut."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    GENERATION_FIELD_NUMBER: _builtins.int
-    VERSION_FIELD_NUMBER: _builtins.int
-    generation: _builtins.int
-    """The generation."""
-    version: _builtins.int
-    """The version."""
-    def __init__(
-        self,
-        *,
-        generation: _builtins.int = ...,
-        version: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "version", b"version"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RelayedPart: _TypeAlias = RelayedPart  # noqa: Y015
-
-@_typing.final
 class Relayed(_message.Message):
-    """A version of the source's that a relay has fetched. Before it, the record has the words or values that are assigned, as
-    the messages of a push have them.
+    """A version of the source's that a relay has fetched, and stages. Before it, the record has the words or values that are
+    assigned, as the messages of a push have them.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -655,32 +629,34 @@ class Relayed(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     BUFFERS_FIELD_NUMBER: _builtins.int
-    PARTS_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     BEFORE_FIELD_NUMBER: _builtins.int
+    WHOLE_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
-    """The generation, which is the model's already."""
+    """The generation: the model's, or that of the model that is staged, or another one if the entries are whole."""
     version: _builtins.int
     """The source's version of this shard."""
     buffers: _builtins.bytes
-    """All buffers of the model, packed; empty if they have not changed."""
+    """All buffers of the model, packed; empty if they are those of the published version."""
+    name: _builtins.str
+    """The source's cut that it is of."""
     before: _builtins.int
-    """The version of this shard before."""
-    @_builtins.property
-    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___RelayedPart]:
-        """The source's cut that it is of: the version of every shard, in order."""
-
+    """The version of this shard from which the entries lead to this one."""
+    whole: _builtins.bool
+    """Whether the entries are all values, and follow no version."""
     def __init__(
         self,
         *,
         generation: _builtins.int = ...,
         version: _builtins.int = ...,
         buffers: _builtins.bytes = ...,
-        parts: _abc.Iterable[Global___RelayedPart] | None = ...,
+        name: _builtins.str = ...,
         before: _builtins.int = ...,
+        whole: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "buffers", b"buffers", "generation", b"generation", "parts", b"parts", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "buffers", b"buffers", "generation", b"generation", "name", b"name", "version", b"version", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,5 +1,6 @@
 """A relay has the cuts of its source, under the same names, and readers may go from one to the other."""
 
+import shutil
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
@@ -160,6 +161,37 @@ def test_a_killed_relay_goes_on_with_differences(source, tmp_path):
                     assert same_bits(dict(module.named_buffers()), tensors)
     installed = (tmp_path / "log").read_text().count("model installed")
     assert installed == len(relay.addresses), "all of the model came once"
+
+
+def test_a_relay_that_dies_at_any_moment_serves_from_its_directory_and_a_copy_of_it(tmp_path):
+    tensors = odd_tensors()
+    with (
+        LocalServer(shards=3, cut_seconds=0.02, data_dir=tmp_path / "source") as source,
+        Publisher(source, settings=QUIET) as publisher,
+        relaying(source, data_dir=tmp_path / "relay") as relay,
+    ):
+        publisher.publish(tensors)
+        versions = {0: {name: tensor.clone() for name, tensor in tensors.items()}}
+        with followed(relay, Holder(tensors)) as follower:
+            follower.wait_for(0, SECONDS)
+            for version in range(1, 12):
+                change(tensors, version)
+                versions[version] = {name: tensor.clone() for name, tensor in tensors.items()}
+                publisher.publish(tensors)
+                if version > 8:
+                    relay.processes[version % 3].kill()  # the others stage and publish what they still can
+            seen = follower.version
+        source.stop()
+        for process in relay.processes:
+            process.kill()
+            process.wait()
+    shutil.copytree(tmp_path / "relay", tmp_path / "copy")
+    for directory in ("relay", "copy"):
+        module = Holder(tensors)
+        with relaying(source, data_dir=tmp_path / directory) as again, followed(again, module) as follower:
+            follower.wait_for(seen, SECONDS)
+            with follower.hold():
+                assert same_bits(dict(module.named_buffers()), versions[follower.version])
 
 
 def test_a_source_that_goes_back_takes_its_relay_along(tmp_path):
