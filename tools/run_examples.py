@@ -95,6 +95,7 @@ def examples(data: Path, quick: bool) -> list[Example]:
     text = ("--text-bytes", "200000" if quick else "2000000", "--layers", "2", "--batch-size", "8")
     return [
         Example("quickstart", ("quickstart.py", "--out", str(data / "quickstart"), *(["--quick"] if quick else []))),
+        Example("rollouts", ("rollouts.py", "--out", str(data / "rollouts"), *(["--quick"] if quick else []))),
         Example("server_rmsprop", ("server_rmsprop.py", "--epochs", "2" if quick else "6")),
         Example(
             "cifar10",

@@ -24,6 +24,7 @@ ELSEWHERE = {
     ("following.md", "A module"): "tests/system/following/test_followers.py",
     ("following.md", "A directory"): "tests/system/following/test_followers.py",
     ("publishing.md", "Publishing a model that is trained elsewhere"): "tests/system/publishing/test_publishers.py",
+    ("publishing.md", "Rollouts of reinforcement learning"): "tests/system/publishing/test_publishers.py",
     ("publishing.md", "From several ranks"): "tests/system/publishing/rank_scenarios.py",
     ("engines.md", "vLLM"): "tests/psclient/integrations/test_trl_transfer.py",
     ("engines.md", "TRL"): "tests/psclient/integrations/test_trl_transfer.py",

@@ -41,6 +41,39 @@ def test_the_guides_loop_publishes(tmp_path):
         assert same_bits(psclient.download(server.addresses), dict(model.state_dict()))
 
 
+def test_the_guides_rollout_samples_with_whole_versions():
+    page = (Path(__file__).parents[3] / "docs/guide/publishing.md").read_text()
+    loop = page.split("## Rollouts of reinforcement learning")[1].split("```python\n")[1].split("```")[0]
+    model = make_model(0).bfloat16()
+    published, seen = {}, []
+
+    def publish():
+        version = publisher.publish(model).version
+        published[version] = copied(model.state_dict())
+
+    class Trainer:
+        def wants_more(self):
+            return not seen or seen[-1] < 3
+
+        def send(self, episodes, version):
+            assert same_bits(episodes, published[version])
+            seen.append(version)
+            with torch.no_grad():
+                next(model.parameters()).view(-1)[version] += 1
+            publish()
+
+    with LocalServer(cut_seconds=0.01) as server, Publisher(server, settings=QUIET) as publisher:
+        publish()
+        assert '"host:50051"' in loop
+        names = {
+            "make_policy": lambda: make_model(1),
+            "sample": lambda policy: copied(policy.state_dict()),
+            "trainer": Trainer(),
+        }
+        exec(loop.replace('"host:50051"', repr(server.server)), names)
+    assert seen == sorted(seen)
+
+
 @pytest.fixture(params=[1, 3], ids=["1 shard", "3 shards"])
 def server(request):
     with LocalServer(shards=request.param, cut_seconds=0.01) as found:
