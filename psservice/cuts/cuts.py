@@ -236,14 +236,18 @@ class Cuts:
                 self._kept, self.newest = [], None
             if shadow.is_read:
                 raise Rejected(ErrorCode.BUSY, "slow readers keep what is there within --memory-bytes")
-        try:
-            shadow.advance(wanted.types)
-        except Rejected:
-            raise  # before anything has changed
-        except BaseException:
-            self._shadow = None
-            raise
-        cut = ShardCut(wanted.number, shadow, shard.buffers_now(), self._clock(), wanted.types)
+        buffers = None
+        while buffers is None:
+            try:
+                shadow.advance(wanted.types)
+            except Rejected:
+                raise  # before anything has changed
+            except BaseException:
+                self._shadow = None
+                raise
+            publication = model.publication_at(shadow.version)
+            buffers = self._buffers_of(model, publication)
+        cut = ShardCut(wanted.number, shadow, publication, buffers, self._clock(), wanted.types)
         shard.wait_until_durable()
         with self._lock:
             dropped = self._kept[: 1 - _KEPT]
@@ -253,6 +257,15 @@ class Cuts:
                 self._shadow = None
                 return
         self._track(shadow, dropped)
+
+    def _buffers_of(self, model: ModelShard, publication: str) -> StateDict | None:
+        """Return the buffers: on a relay those of this publication, or nothing if it is no longer the newest one."""
+        shard = self._shard
+        if not (model.mode.is_relayed and model.layout.buffers):
+            return shard.buffers_now()
+        return shard.apply_thread.run(
+            lambda: shard.buffers_now() if model.publication_at(model.version) == publication else None
+        )
 
     def _track(self, shadow: Shadow, dropped: list[ShardCut]) -> None:
         """Have a track of each dropped cut that a reader still has, and none of others, as far as there is room."""

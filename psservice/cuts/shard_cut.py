@@ -59,13 +59,14 @@ class ShardCut:
         self,
         number: int,
         shadow: Shadow,
+        publication: str,
         buffers: StateDict,
         made: float,
         types: Sequence[ReaderType] = (None,),
     ) -> None:
         self.number, self.model, self.made = number, shadow.model, made
         self.version, self.generation = shadow.version, shadow.model.generation
-        self.publication = self.model.publication_at(self.version)
+        self.publication = publication
         views = {dtype: shadow.views[dtype] for dtype in types}
         self.buffers = pack(buffers[spec.name] for spec in self.model.layout.buffers) if buffers else b""
         self.buffers_digest = digest_of_buffers(self.buffers) if self.buffers else b""

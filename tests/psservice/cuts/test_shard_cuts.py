@@ -101,13 +101,13 @@ class Here:
 
 def cut_of(shadow, number):
     shadow.advance()
-    return ShardCut(number, shadow, {}, 0.0), rounded(shadow.model)
+    return ShardCut(number, shadow, "", {}, 0.0), rounded(shadow.model)
 
 
 def cut_for_all(shadow, number):
     """A cut for readers of every type, and the values that each has then."""
     shadow.advance(TYPES)
-    return ShardCut(number, shadow, {}, 0.0, TYPES), {dtype: rounded(shadow.model, dtype) for dtype in TYPES}
+    return ShardCut(number, shadow, "", {}, 0.0, TYPES), {dtype: rounded(shadow.model, dtype) for dtype in TYPES}
 
 
 def digest_of(model, values, dtype=None):
@@ -206,7 +206,7 @@ def test_a_reader_that_is_far_behind_gets_few_bytes_if_its_version_is_tracked():
 
     def cut(number):
         shadow.advance([torch.bfloat16])
-        return ShardCut(number, shadow, {}, 0.0, [torch.bfloat16])
+        return ShardCut(number, shadow, "", {}, 0.0, [torch.bfloat16])
 
     def nbytes(reply):
         return sum(map(len, reply.messages))
