@@ -20,6 +20,7 @@ from benchmarks.workload.delta_codes import CODES, GAPS_AND_XOR
 from psclient.publisher.publisher import Publisher
 from psclient.reader.directory_sink import DirectorySink
 from psclient.reader.follower import Follower
+from psclient.reader.module_sink import ModuleSink
 from pscore.reader.cut import Cut
 
 KEY, TITLE = "fleet", "A version reaches many readers over slow lines"
@@ -32,7 +33,7 @@ _CUT_SECONDS = 0.05
 _CALIBRATION_SECONDS = 2.0
 _WAIT_SECONDS = 600.0
 _START_SECONDS = 120.0
-_HTTP_SECONDS = 60.0  # the longest that downloads may take to be measured, and not computed
+_MOST_SECONDS = 60.0  # that whole models may take over the lines to be measured, and not computed
 
 
 class _Version(NamedTuple):
@@ -75,8 +76,9 @@ def run(plan: Plan) -> Section:
         _measure(plan, section, bits, words, readers)
     section.notes += [
         f"A feed of {words / 1e6:.1f} M bfloat16 words, of which 1 of {_CHANGED} changes in a version. Seconds are "
-        "medians, from the call of publish until the version is in a reader's directory, on the disk. All readers, "
-        "relays and servers share this machine's cores; the lines are token buckets between network namespaces.",
+        "medians, from the call of publish until the version is in a reader's directory, on the disk, or in its "
+        "module. All readers, relays and servers share this machine's cores and its disk, to which every directory "
+        "writes the whole model in each version; the lines are token buckets between network namespaces.",
         "Over HTTP: the same bytes from one server of files, without what a reader then does with them; a difference "
         "as gaps, XOR and zstd. Computed means: bytes over the measured rate of a site's line.",
     ]
@@ -90,8 +92,10 @@ def _measure(plan: Plan, section: Section, bits: float, words: int, readers: int
         feed = _Feed(line, words, plan, stack)
         one = feed.fleet("one reader", 1, with_relays=False)
         near = feed.fleet("one reader behind a relay", 1, with_relays=True)
-        far = feed.fleet(f"{readers} readers", readers, with_relays=False)
+        join_seconds = _line_seconds(2 * words, readers, rate)
+        far = feed.fleet(f"{readers} readers", readers, with_relays=False) if join_seconds < _MOST_SECONDS else None
         relayed = feed.fleet(f"{readers} readers behind relays", readers, with_relays=True)
+        in_memory = feed.fleet(f"{readers} modules behind relays", readers, with_relays=True, in_memory=True)
         by_http = {
             name: _over_http(line, nbytes, readers, rate)
             for name, nbytes in (("dense", 2 * words), ("a chain's difference", feed.code_bytes))
@@ -112,8 +116,12 @@ def _measure(plan: Plan, section: Section, bits: float, words: int, readers: int
             ("a relay between", 1, near),
             ("all from the source", readers, far),
             ("a relay at each of two sites", readers, relayed),
+            ("the same, modules in memory", readers, in_memory),
         )
+        if fleet is not None
     ]
+    if far is None:
+        rows.append(("all from the source", str(readers), f"{join_seconds:.0f} computed", "", "", "", "", ""))
     for name, (seconds, is_measured) in by_http.items():
         shown = f"{seconds:.1f}{'' if is_measured else ' computed'}"
         rows.append((f"over HTTP, {name}", str(readers), "", "", shown, f"{seconds / one.last_seconds:.1f}", "", ""))
@@ -126,7 +134,8 @@ def _measure(plan: Plan, section: Section, bits: float, words: int, readers: int
             "last_to_one_hop": fleet.last_seconds / one.last_seconds,
             "copies_a_site": fleet.line_bytes / one.line_bytes / len(_SITES),
         }
-        for name, fleet in (("direct", far), ("relayed", relayed))
+        for name, fleet in (("direct", far), ("relayed", relayed), ("relayed to modules", in_memory))
+        if fleet is not None
     }
 
 
@@ -138,7 +147,7 @@ class _Feed:
     """
 
     def __init__(self, line: lab.Lab, words: int, plan: Plan, stack: ExitStack) -> None:
-        self._line, self._plan = line, plan
+        self._line, self._plan, self._words = line, plan, words
         self._address = stack.enter_context(_server(line, _SOURCE, {}))
         self._publisher = stack.enter_context(
             Child("publisher", publish_on, self._address, line.space(_SOURCE), words, plan.seed)
@@ -147,8 +156,8 @@ class _Feed:
         self._version, self.code_bytes = self._publisher.hear(_START_SECONDS)
         stack.callback(self._publisher.tell, False)
 
-    def fleet(self, what: str, readers: int, *, with_relays: bool) -> _Fleet:
-        """Have readers join, and follow some versions; one reader is at the first site."""
+    def fleet(self, what: str, readers: int, *, with_relays: bool, in_memory: bool = False) -> _Fleet:
+        """Have readers join, and follow some versions, in directories or modules; one reader is at the first site."""
         self._plan.say(what)
         sites = _SITES[: min(readers, len(_SITES))]
         with ExitStack() as stack:
@@ -157,9 +166,19 @@ class _Feed:
                 for site in sites:
                     addresses[site] = stack.enter_context(_server(self._line, site, {"relay_of": self._address}))
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sparseps-fleet-"))
+            words = self._words if in_memory else 0
             children = [
                 stack.enter_context(
-                    Child(f"readers at {site}", follow_on, addresses[site], self._line.space(site), folder, site, count)
+                    Child(
+                        f"readers at {site}",
+                        follow_on,
+                        addresses[site],
+                        self._line.space(site),
+                        folder,
+                        site,
+                        count,
+                        words,
+                    )
                 )
                 for site, count in zip(sites, _shares(readers, len(sites)), strict=True)
             ]
@@ -184,6 +203,11 @@ class _Feed:
         return sum(self._line.received(site) for site in sites)
 
 
+def _line_seconds(nbytes: int, readers: int, rate: float) -> float:
+    """Return how long the busiest site's line is at work if every reader gets so many bytes."""
+    return 8 * nbytes * max(_shares(readers, len(_SITES))) / rate
+
+
 def _last(told: Sequence[tuple[float, Sequence[float]]]) -> float:
     """Return the seconds from the first beginning to the last end that children have told."""
     return max(max(ends) for _, ends in told) - min(begun for begun, _ in told)
@@ -200,6 +224,14 @@ def _server(line: lab.Lab, host: int, settings: dict[str, object]) -> Iterator[s
     given = {"listen": f"{line.address(host)}:0", "insecure": True, "cut_seconds": _CUT_SECONDS, **settings}
     with server(given, line.space(host)) as address:
         yield address
+
+
+class _Words(torch.nn.Module):
+    """A module of the feed's one tensor."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(words, dtype=torch.bfloat16))
 
 
 # In processes of their own, at one of the hosts
@@ -229,8 +261,8 @@ def publish_on(connection: Connection, address: str, space: str, words: int, see
             connection.send((began, publisher.publish({"w": values}).version))
 
 
-def follow_on(connection: Connection, address: str, space: str, folder: str, site: int, count: int) -> None:
-    """Follow with so many readers, a directory each; answer when each had the versions that are asked for."""
+def follow_on(connection: Connection, address: str, space: str, folder: str, site: int, count: int, words: int) -> None:
+    """Follow with so many readers, a directory each, or a module of so many words; answer when each had a version."""
     lab.enter(space)
     seen: list[dict[int, float]] = [{} for _ in range(count)]
     changed = threading.Condition()
@@ -253,7 +285,7 @@ def follow_on(connection: Connection, address: str, space: str, folder: str, sit
     began = time.monotonic()
     with ExitStack() as stack:
         for number in range(count):
-            sink = DirectorySink(f"{folder}/{site}-{number}")
+            sink = ModuleSink(_Words(words)) if words else DirectorySink(f"{folder}/{site}-{number}")
             stack.enter_context(Follower(address, sink, on_cut=noting(number)))
         connection.send(times(0))
         while version := connection.recv():
@@ -265,8 +297,8 @@ def follow_on(connection: Connection, address: str, space: str, folder: str, sit
 
 def _over_http(line: lab.Lab, nbytes: int, readers: int, rate: float) -> tuple[float, bool]:
     """Return the seconds until the last of all readers has a file, and whether that was measured."""
-    computed = 8 * nbytes * max(_shares(readers, len(_SITES))) / rate
-    if computed > _HTTP_SECONDS:
+    computed = _line_seconds(nbytes, readers, rate)
+    if computed > _MOST_SECONDS:
         return computed, False
     with ExitStack() as stack:
         address = line.address(_SOURCE)
