@@ -36,6 +36,15 @@ _START_SECONDS = 120.0
 _MOST_SECONDS = 60.0  # that whole models may take over the lines to be measured, and not computed
 
 
+class _Arrangement(NamedTuple):
+    """Readers, one of them at the first site, others at both; with a relay at each site, in directories or modules."""
+
+    name: str
+    readers: int
+    with_relays: bool = False
+    in_memory: bool = False
+
+
 class _Version(NamedTuple):
     """What a version cost: seconds from the call of ``publish`` to the first reader and to the last, bytes on lines."""
 
@@ -90,20 +99,23 @@ def _measure(plan: Plan, section: Section, bits: float, words: int, readers: int
         plan.say(f"lines of {bits / 1e6:g} Mbit/s")
         rate = line.calibrate(_SOURCE, _SITES[0], _CALIBRATION_SECONDS)
         feed = _Feed(line, words, plan, stack)
-        one = feed.fleet("one reader", 1, with_relays=False)
-        near = feed.fleet("one reader behind a relay", 1, with_relays=True)
-        join_seconds = _line_seconds(2 * words, readers, rate)
-        far = feed.fleet(f"{readers} readers", readers, with_relays=False) if join_seconds < _MOST_SECONDS else None
-        relayed = feed.fleet(f"{readers} readers behind relays", readers, with_relays=True)
-        in_memory = feed.fleet(f"{readers} modules behind relays", readers, with_relays=True, in_memory=True)
+        one = feed.fleet(_Arrangement("one hop", 1))
+        fleets = {_Arrangement("one hop", 1): one}
+        computed: dict[_Arrangement, float] = {}
+        for arrangement in _arrangements(readers, plan.quick):
+            join_seconds = _line_seconds(2 * words, arrangement.readers, rate)
+            if arrangement.with_relays or join_seconds < _MOST_SECONDS:
+                fleets[arrangement] = feed.fleet(arrangement)
+            else:
+                computed[arrangement] = join_seconds
         by_http = {
             name: _over_http(line, nbytes, readers, rate)
             for name, nbytes in (("dense", 2 * words), ("a chain's difference", feed.code_bytes))
         }
     rows = [
         (
-            name,
-            str(count),
+            arrangement.name,
+            str(arrangement.readers),
             f"{fleet.join_seconds:.2f}",
             f"{fleet.first_seconds:.2f}",
             f"{fleet.last_seconds:.2f}",
@@ -111,17 +123,10 @@ def _measure(plan: Plan, section: Section, bits: float, words: int, readers: int
             f"{fleet.line_bytes / 1e3:,.0f}",
             f"{fleet.line_bytes / one.line_bytes:.1f}",
         )
-        for name, count, fleet in (
-            ("one hop", 1, one),
-            ("a relay between", 1, near),
-            ("all from the source", readers, far),
-            ("a relay at each of two sites", readers, relayed),
-            ("the same, modules in memory", readers, in_memory),
-        )
-        if fleet is not None
+        for arrangement, fleet in fleets.items()
     ]
-    if far is None:
-        rows.append(("all from the source", str(readers), f"{join_seconds:.0f} computed", "", "", "", "", ""))
+    for arrangement, seconds in computed.items():
+        rows.append((arrangement.name, str(arrangement.readers), f"{seconds:.0f} computed", "", "", "", "", ""))
     for name, (seconds, is_measured) in by_http.items():
         shown = f"{seconds:.1f}{'' if is_measured else ' computed'}"
         rows.append((f"over HTTP, {name}", str(readers), "", "", shown, f"{seconds / one.last_seconds:.1f}", "", ""))
@@ -129,14 +134,26 @@ def _measure(plan: Plan, section: Section, bits: float, words: int, readers: int
     title = f"Lines of {bits / 1e6:g} Mbit/s ({rate / 1e6:.1f} by TCP, calibrated)"
     section.tables.append(Table(title, heads, rows))
     section.figures[f"{bits / 1e6:g}"] = {"rate": rate} | {
-        name: {
+        arrangement.name: {
+            "readers": arrangement.readers,
             "join_seconds": fleet.join_seconds,
             "last_to_one_hop": fleet.last_seconds / one.last_seconds,
-            "copies_a_site": fleet.line_bytes / one.line_bytes / len(_SITES),
+            "copies": fleet.line_bytes / one.line_bytes,
         }
-        for name, fleet in (("direct", far), ("relayed", relayed), ("relayed to modules", in_memory))
-        if fleet is not None
+        for arrangement, fleet in fleets.items()
     }
+
+
+def _arrangements(readers: int, quick: bool) -> list[_Arrangement]:
+    relayed = _Arrangement("a relay at each of two sites", readers, with_relays=True)
+    if quick:
+        return [relayed]
+    return [
+        _Arrangement("a relay between", 1, with_relays=True),
+        _Arrangement("all from the source", readers),
+        relayed,
+        relayed._replace(name="the same, modules in memory", in_memory=True),
+    ]
 
 
 class _Feed:
@@ -156,17 +173,18 @@ class _Feed:
         self._version, self.code_bytes = self._publisher.hear(_START_SECONDS)
         stack.callback(self._publisher.tell, False)
 
-    def fleet(self, what: str, readers: int, *, with_relays: bool, in_memory: bool = False) -> _Fleet:
-        """Have readers join, and follow some versions, in directories or modules; one reader is at the first site."""
-        self._plan.say(what)
+    def fleet(self, arrangement: _Arrangement) -> _Fleet:
+        """Have readers join, and follow some versions."""
+        self._plan.say(arrangement.name)
+        readers = arrangement.readers
         sites = _SITES[: min(readers, len(_SITES))]
         with ExitStack() as stack:
             addresses = dict.fromkeys(sites, self._address)
-            if with_relays:
+            if arrangement.with_relays:
                 for site in sites:
                     addresses[site] = stack.enter_context(_server(self._line, site, {"relay_of": self._address}))
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sparseps-fleet-"))
-            words = self._words if in_memory else 0
+            words = self._words if arrangement.in_memory else 0
             children = [
                 stack.enter_context(
                     Child(
