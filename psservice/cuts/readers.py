@@ -52,13 +52,20 @@ class Readers:
 
     def __len__(self) -> int:
         """Count the readers."""
-        return len(self.all())
+        with self._lock:
+            self._forget()
+            return len(self._readers)
+
+    def _forget(self) -> None:
+        """Drop those who are gone; under the lock."""
+        now = self._clock()
+        while self._readers and next(iter(self._readers.values())).heard < now - _GONE_SECONDS:
+            self._readers.popitem(last=False)
 
     def all(self) -> list[Reader]:
         """Return the readers, those first that have been behind for the longest time."""
         now = self._clock()
         with self._lock:
-            while self._readers and next(iter(self._readers.values())).heard < now - _GONE_SECONDS:
-                self._readers.popitem(last=False)
+            self._forget()
             found = [*self._readers.values()]
         return sorted(found, key=lambda each: (each.behind_since is None, each.behind_since or 0.0, each.name))

@@ -67,7 +67,7 @@ _SMALL_BYTES = 16 << 10  # of a message of a push that is decoded sooner than ha
 _LANE_THREADS = {Lane.LEASE: 2, Lane.JOIN: 2, Lane.OPERATOR: 4, Lane.FINISH: 1, Lane.READ: 2}
 _MOST_AHEAD = 4  # calls of which a message that is not charged yet, 4 MiB at most, is received
 _MOST_CALLS = 4096
-_MOST_SILENT = 256  # calls without a message, and two for each worker with a lease; beyond that the oldest is cut
+_MOST_SILENT = 1024  # calls without a message, and two for each worker and reader; beyond that the oldest is cut
 _MOST_JOINS = 16  # whose message is received at once, since it may be of megabytes
 _REQUEST_SECONDS = 10.0  # for the message of a call that has one
 _REQUEST_BYTES = 96 << 20  # of calls of one message, until their first answers are made; two thirds are received
@@ -217,8 +217,8 @@ class Dispatcher:
         opened = OpenCall(call, context, rule, self._pools[rule.lane], observe, loop, task, loop.time())
         self.open_calls.add(opened)
         self._silent[opened] = None
-        silent = len(self._silent)
-        if silent > _MOST_SILENT and silent > _MOST_SILENT + 2 * len(self._shard.leases):
+        silent, shard = len(self._silent), self._shard
+        if silent > _MOST_SILENT and silent > _MOST_SILENT + 2 * (len(shard.leases) + len(shard.cuts.readers)):
             oldest = next(iter(self._silent))
             del self._silent[oldest]
             oldest.cut("gave_way")

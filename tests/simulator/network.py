@@ -62,15 +62,29 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self.virtual.now
 
 
+class Line:
+    """A slow line that answers share: it passes one message after another on, at so many bytes a second."""
+
+    def __init__(self, loop, bytes_per_second):
+        self._loop, self._rate, self._free_at = loop, bytes_per_second, 0.0
+        self.nbytes = 0
+
+    async def carry(self, raw):
+        """Wait until a message is on the other side."""
+        self.nbytes += len(raw)
+        self._free_at = max(self._free_at, self._loop.time()) + len(raw) / self._rate
+        await asyncio.sleep(self._free_at - self._loop.time())
+
+
 class Link:
-    """One call: the client's side, and the context that the server sees.
+    """One call: the client's side, and the context that the server sees; ``line``: over which its answers come.
 
     Attributes:
         on_answer: called with each answer as the server sends it.
     """
 
-    def __init__(self, host, rpc, random, *, cut_share=0.0):
-        self._host, self._rpc, self._random, self.cut_share = host, rpc, random, cut_share
+    def __init__(self, host, rpc, random, *, cut_share=0.0, line=None):
+        self._host, self._rpc, self._random, self.cut_share, self._line = host, rpc, random, cut_share, line
         self._up, self._down = asyncio.Queue(), asyncio.Queue()
         self.is_cut, self._task = not host.is_up, None
         self.on_answer = lambda raw: None
@@ -99,6 +113,8 @@ class Link:
         if isinstance(answer, Exception):
             self._down.put_nowait(answer)  # of this call there is never another one
             raise answer
+        if self._line is not None and answer is not None:
+            await self._line.carry(answer)
         await self._pass()
         return None if answer is None else kind.FromString(answer)
 

@@ -29,7 +29,7 @@ class Reader:
     """Follows until the history is over and it has the last versions: as they are, or rounded to 16 bits."""
 
     def __init__(self, simulation, name, hosts):
-        self.hosts = hosts
+        self.hosts, self.line, self.waits = hosts, None, (0.0, WAIT_SECONDS)
         self.simulation, self.name, self.random = simulation, name, simulation.random
         self.type = self.random.choice([*TYPES])
         self.layout = simulation.layout.viewed_in(TYPES[self.type])
@@ -70,7 +70,7 @@ class Reader:
         request = pb.AwaitCutRequest(
             reader=self.name,
             known=known,
-            wait_seconds=self.random.choice((0.0, WAIT_SECONDS)),
+            wait_seconds=self.random.choice(self.waits),
             reader_type=self.type,
         )
 
@@ -144,7 +144,7 @@ class Reader:
 
     async def _ask(self, host, rpc, request, kind, take, told=lambda raw: None):
         """Make a call; ``take`` returns the last of its messages, and ``told`` is called as each is sent."""
-        link = Link(host, rpc, self.random, cut_share=self.simulation.cut_share)
+        link = Link(host, rpc, self.random, cut_share=self.simulation.cut_share, line=self.line)
         link.on_answer = told
         try:
             await link.send(request)

@@ -116,7 +116,8 @@ class RelayHost(Host):
     def _link(self, rpc, index):
         if self.simulation.source_is_away:
             raise CutError
-        return Link(self.simulation.hosts[index], rpc, self.random, cut_share=self.simulation.cut_share)
+        line, host = self.simulation.line, self.simulation.hosts[index]
+        return Link(host, rpc, self.random, cut_share=self.simulation.cut_share, line=line)
 
     async def _lead(self):
         """What the thread of shard 0 does."""

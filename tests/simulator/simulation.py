@@ -75,7 +75,7 @@ class Simulation:
         self.is_rough, self.is_over, self.trace, self._error, self._tasks = True, False, [], None, set()
         self.start = self._grid(LAYOUT.size)
         self.entries = [{} for _ in self.spans]  # of each push, by shard, identity and step
-        self.hosts, self.relays, self.source_is_away = [], [], False
+        self.hosts, self.relays, self.source_is_away, self.line = [], [], False, None
         # Not with WAGMA, whose versions do not name values.
         self.has_relay = not self.in_groups and random.Random(f"relay {seed}").random() < RELAY_SHARE
 
