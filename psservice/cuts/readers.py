@@ -64,7 +64,6 @@ class Readers:
 
     def all(self) -> list[Reader]:
         """Return the readers, those first that have been behind for the longest time."""
-        now = self._clock()
         with self._lock:
             self._forget()
             found = [*self._readers.values()]
