@@ -143,7 +143,8 @@ def words(history: History, seconds: float) -> str:
     return (
         f"The reward went from {history.reward(MEAN_OF):.2f} to {history.reward():.2f} in {len(lags)} steps and "
         f"{seconds:.0f} s.\nA dense copy has {decimal(dense)}; the trainer sent {published / dense:.1%} of it a "
-        f"version.\nBatches were made by policies that were {fmean(lags):.1f} versions old ({max(lags)} at most)."
+        f"version.\nBatches were made by policies that were {fmean(lags):.1f} versions old ({max(lags)} at most)"
+        f"{f'; {history.dropped} more were older than {MOST_LAG} and dropped' if history.dropped else ''}."
     )
 
 

@@ -178,7 +178,7 @@ def _share(nbytes: float | None, history: History) -> str:
 
 def final_table(history: History) -> Table:
     """Return what each process has done: the trainer's bytes are sent, the others' are received."""
-    table = _table("process", "", "from", "batches", "lag", "versions", "a version", "of dense")
+    table = _table("process", "", "began with", "batches", "lag", "versions", "a version", "of dense")
     for name, reader in history.readers.items():
         if reader.first is None or reader.last is None:
             continue

@@ -104,8 +104,8 @@ class ServerUnreachableError(PatienceError, ConnectionError):
     """A server did not answer within the patience. The optimizer stays usable: the next ``step()`` goes on."""
 
     _text = (
-        "{address} did not answer for {seconds:.0f} s: {why}; check that `psservice serve` runs there and that the "
-        "address can be reached. {hint}"
+        "{address} did not answer for {seconds:.0f} s: {why}; check that `psservice serve` or `psservice relay` runs "
+        "there and that the address can be reached. {hint}"
     )
 
 

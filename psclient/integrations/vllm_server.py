@@ -78,7 +78,7 @@ class VllmServer:
             answer = connection.getresponse()
             said = answer.read(_LONGEST_ANSWER).decode(errors="replace")
         except (OSError, HTTPException) as error:  # out of reach, out of time, or no HTTP
-            raise EngineError(self.url, f"POST {path} was not answered: {str(error) or repr(error)}") from error
+            raise EngineError(self.url, f"POST {path} was not answered by vLLM: {error!r}") from error
         finally:
             connection.close()
         if answer.status != HTTPStatus.OK:

@@ -71,7 +71,7 @@ def run(addresses: str, out: str, command: str, *, dtype: str, once: bool, secon
 def _execute(words: list[str], out: str, cut: Cut) -> int:
     """Run the user's command and wait for it; newer versions are skipped meanwhile. Return 0, or 1 if it has failed."""
     about = {
-        "SPARSEPS_DIRECTORY": out,
+        "SPARSEPS_DIRECTORY": os.path.abspath(out),
         "SPARSEPS_VERSION": str(cut.version),
         "SPARSEPS_WEIGHT_VERSION": cut.weight_version,
         "SPARSEPS_DIGEST": cut.digest,

@@ -103,7 +103,9 @@ class Follower:
         if not callable(on_cut):
             raise ConfigurationError(f"on_cut= must be a function of a cut, not {on_cut!r}")
         if dtype is not None and isinstance(sink, Sink):
-            raise ConfigurationError("dtype= is for engines; a DirectorySink or PatchSink has one of its own")
+            raise ConfigurationError(
+                "dtype= is for engines; give it to the sink: DirectorySink(path, dtype), PatchSink(engine, dtype)"
+            )
         self._sink = sink if isinstance(sink, Sink) else PatchSink(sink, dtype)
         self._on_cut = on_cut
         self._following = following = _Following(weakref.ref(self), self._settings, name, allow_older)

@@ -170,7 +170,8 @@ class ModuleSink(Sink):
             is_here = TensorSpec(names[0], tuple(found.shape), found.dtype).describe()
             raise MisfitError(
                 f"the module has {is_here}, and the run {spec.describe()}: both must be alike, or the module must have "
-                "all that is float32 in the run in float16, or in bfloat16"
+                "all that is float32 in the run in float16, or in bfloat16. Convert all of it before you follow: "
+                "module.bfloat16(), module.half(), module.float()"
             )
         return found
 

@@ -29,6 +29,9 @@ def with_shards(settings: ServerSettings) -> ServerSettings:
     while True:
         told = _ask(settings)
         error = str(told.get("error", ""))
+        count = int(told.get("shards", 0)) or _kept(settings.data_dir)
+        if count:
+            return settings.model_copy(update={"shards": count})
         if error and (error != complaint or time.monotonic() >= complained_at + _COMPLAINT_SECONDS):
             complained_at, complaint = time.monotonic(), error
             log.warning(
@@ -36,8 +39,6 @@ def with_shards(settings: ServerSettings) -> ServerSettings:
                 "relay that waits for this one, give --of another server",
                 extra={"source": settings.relay_of, "error": error},
             )
-        if count := int(told.get("shards", 0)) or _kept(settings.data_dir):
-            return settings.model_copy(update={"shards": count})
         threading.Event().wait(_AGAIN_SECONDS)
 
 

@@ -45,7 +45,7 @@ class ReaderCalls:
                 )
         model = shard.model
         if model is None:
-            why = "no worker has uploaded a model yet"
+            why = "no worker has uploaded a model yet, and nothing is published"
             raise NotYetError(ErrorCode.NOT_INITIALISED, why, lambda: shard.model is not None)
         cuts, dtype = shard.cuts, type_from_message(request.reader_type)
         newest, dtype = None if request.leaves else cuts.ask(dtype), cuts.type_of(dtype)

@@ -94,7 +94,8 @@ def test_an_engine_that_dies_holds_nobody_up_and_its_replacement_gets_the_newest
         fleet.sync()
     assert fleet.has_newest(fleet.processes[0])
     assert [record.message for record in caplog.records if "left out" in record.message] == [
-        f"an engine is left out: {dead.url}: POST /pause?mode=keep was not answered: [Errno 111] Connection refused"
+        f"an engine is left out: {dead.url}: POST /pause?mode=keep was not answered by vLLM: "
+        "ConnectionRefusedError(111, 'Connection refused')"
     ]
     fleet.processes[1] = new = VllmProcess([PackedModel()], dead.port)
     fleet.sync()
@@ -171,7 +172,7 @@ def test_what_is_no_server_of_http_is_named():
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(EngineError, match="was not answered"):
+        with pytest.raises(EngineError, match="was not answered by vLLM"):
             VllmServer(url, {}).pause()
         thread.join()
 
@@ -205,22 +206,22 @@ def at_home(source, server, process, directory):
 
 
 def test_the_guides_loop_for_vllm(tmp_path):
-    policy = torch.nn.ParameterDict({name.replace(".", "/"): value for name, value in checkpoint().items()})
-
-    class Policy(torch.nn.Module):
-        def state_dict(self):
-            return {name.replace("/", "."): value.detach() for name, value in policy.items()}
+    policy = torch.nn.Module()
+    for name, value in checkpoint().items():
+        part = torch.nn.Module()
+        part.register_parameter("weight", torch.nn.Parameter(value))
+        policy.add_module(name.removesuffix(".weight"), part)
 
     def train(model, batch):
         with torch.no_grad():
-            policy["k_proj/weight"].view(-1)[batch] += 1
+            model.k_proj.weight.view(-1)[batch] += 1
 
     process = VllmProcess([PackedModel()])
     try:
         with psclient.LocalServer(cut_seconds=0.01) as server:
-            names = {"batches": range(3), "model": Policy(), "train": train}
+            names = {"batches": range(3), "model": policy, "train": train}
             exec(at_home(block("vLLM"), server, process, tmp_path), names)
-        assert process.models[0].holds(Policy().state_dict())
+        assert process.models[0].holds(dict(policy.named_parameters()))
         assert process.weight_version == names["published"].weight_version
         assert (tmp_path / "rank-0-0" / "model.safetensors.index.json").exists()
     finally:
