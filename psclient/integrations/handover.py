@@ -12,6 +12,7 @@ from psclient.reader.sink import CutDeclinedError
 from pscore.reader.cut import Cut
 
 _POLL_SECONDS = 0.1
+_COMMIT_SECONDS = 60.0  # that an engine waits longer for a version that the follower is about to commit
 
 
 class Handover:
@@ -22,21 +23,24 @@ class Handover:
     the follower drops it, and fetches the one that is wanted as one difference.
 
     Args:
-        check: called in the follower's thread with the patches of a version before it is staged; raises if the engine
-            cannot take them, which leaves the engine as it is.
+        check: called in the follower's thread with a version and its patches before it is staged; raises if the engine
+            cannot take them, which leaves the engine as it is. A ``ConfigurationError`` ends the follower.
         install: applies patches to the engine, in the thread that calls :meth:`bring`. If it raises, the engine counts
             as poisoned until all of the model was installed.
     """
 
-    def __init__(self, check: Callable[[Sequence[Patch]], None], install: Callable[[Sequence[Patch]], None]) -> None:
+    def __init__(
+        self, check: Callable[[Cut, Sequence[Patch]], None], install: Callable[[Sequence[Patch]], None]
+    ) -> None:
         self._check, self._install = check, install
-        self._changed = threading.Condition()
+        self._changed, self._bringing = threading.Condition(), threading.Lock()
         self._patches: Sequence[Patch] = ()
         self._staged: Cut | None = None
         self._wanted = ""  # weight version that the engine waits for
+        self._is_promised = False  # the follower commits the staged version: bring waits for that
         self._is_due = False  # the staged version is to be installed now
         self._outcome: BaseException | None = None  # of the last installation
-        self._refusal: Exception | None = None  # of the version that came last
+        self._refusal: tuple[Cut, Exception] | None = None  # of the version that came last
         self._held: Cut | None = None
 
     @property
@@ -53,10 +57,10 @@ class Handover:
         ``InterruptedError`` if the follower is closed.
         """
         try:
-            self._check(patches)
+            self._check(cut, patches)
         except Exception as error:
             with self._changed:
-                self._refusal = error
+                self._refusal = cut, error
             raise
         with self._changed:
             self._staged, self._patches, self._refusal = cut, patches, None
@@ -65,6 +69,7 @@ class Handover:
                 self._wait()
             if self._held is not None and cut.weight_version != self._wanted:
                 raise CutDeclinedError(cut.version)
+            self._is_promised = True
 
     def commit(self, cut: Cut) -> None:
         """Have the engine's thread install what is staged, and wait for that; raises if it has failed."""
@@ -79,7 +84,7 @@ class Handover:
     def abort(self) -> None:
         """Drop what is staged."""
         with self._changed:
-            self._staged, self._patches = None, ()
+            self._staged, self._patches, self._is_promised, self._is_due = None, (), False, False
 
     def _wait(self) -> None:
         if is_cancelled():
@@ -91,23 +96,30 @@ class Handover:
     def bring(self, follower: Follower, wanted: str, seconds: float) -> Cut:
         """Install the version of this name (:attr:`Cut.weight_version`), and return it.
 
-        An engine without a whole version first gets the one that is staged, whichever that is.
+        An engine without a whole version first gets the one that is staged, whichever that is. One thread at a time
+        installs versions; others wait for it.
 
         Raises:
             FollowerNotReadyError: the version does not come in ``seconds``, or the feed is past it.
             Exception: what ``install`` has raised. The engine may then have a mixture.
         """
         end = time.monotonic() + seconds
-        with self._changed:
-            self._refusal = None  # the version is tried again
+        if not self._bringing.acquire(timeout=max(0.0, seconds)):
+            raise FollowerNotReadyError(
+                f"weight version {wanted} is not here: another thread waits for a version, or installs one. Update "
+                "the engine from one thread at a time"
+            )
         try:
+            with self._changed:
+                self._refusal = None  # the version is tried again
             while (patches := self._due(follower, wanted, end)) is not None:
                 self._apply(patches)
+            assert self._held is not None
+            return self._held
         finally:
             with self._changed:
                 self._wanted = ""
-        assert self._held is not None
-        return self._held
+            self._bringing.release()
 
     def _due(self, follower: Follower, wanted: str, end: float) -> Sequence[Patch] | None:
         """Wait for a version to install, and return its patches; ``None``: the engine has the one that is wanted."""
@@ -118,13 +130,21 @@ class Handover:
                 self._require_not_past(wanted)
                 if self._is_due:
                     return self._patches
-                left = end - time.monotonic()
-                if follower.is_over or self._refusal is not None or left <= 0:
-                    why = self._refusal or follower.error or "it has not come in the time that the engine waits"
-                    raise FollowerNotReadyError(f"weight version {wanted} is not here: {why}") from self._refusal
+                left = end - time.monotonic() + (_COMMIT_SECONDS if self._is_promised else 0.0)
+                refusal = self._refusal_of(wanted)
+                if follower.is_over or refusal is not None or left <= 0:
+                    over = "the follower is closed" if follower.is_over else ""
+                    why = refusal or follower.error or over or "it has not come in the time that the engine waits"
+                    raise FollowerNotReadyError(f"weight version {wanted} is not here: {why}") from refusal
                 self._wanted = wanted
                 self._changed.notify_all()
                 self._changed.wait(min(left, _POLL_SECONDS))
+
+    def _refusal_of(self, wanted: str) -> Exception | None:
+        """Return why the version cannot be taken; a refusal of one before it says nothing of it."""
+        if self._refusal is None or is_past(wanted, self._refusal[0].weight_version):
+            return None
+        return self._refusal[1]
 
     def _require_not_past(self, wanted: str) -> None:
         for cut in (self._held, self._staged):
@@ -145,7 +165,8 @@ class Handover:
             raise
         finally:
             with self._changed:
-                self._staged, self._patches, self._is_due, self._outcome = None, (), False, outcome
+                self._staged, self._patches, self._outcome = None, (), outcome
+                self._is_promised = self._is_due = False
                 self._changed.notify_all()
 
 

@@ -23,6 +23,7 @@ from psclient.integrations.handover import Handover
 from psclient.reader.follower import Follower
 from psclient.reader.patch_sink import Patch, PatchSink
 from psclient.settings import ClientSettings
+from pscore.reader.cut import Cut
 
 
 @dataclass
@@ -82,6 +83,7 @@ class FeedWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._follower: Follower | None = None
         self._init_info: FeedInitInfo | None = None
         self._names: frozenset[str] = frozenset()  # of all tensors
+        self._history = "", frozenset[int]()  # that they are of: the run, and the generation of each shard
 
     def init_transfer_engine(self, init_info: FeedInitInfo) -> None:
         """Begin to follow; another call with the same information does nothing, with another begins anew."""
@@ -90,6 +92,7 @@ class FeedWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self.shutdown()
         self._init_info = init_info
         self._handover, self._names = Handover(self._check, self._install), frozenset()
+        self._history = "", frozenset()
         settings = client_settings.resolve(ClientSettings(**init_info.settings), init_info.server, None)
         dtype: torch.dtype | None = getattr(torch, init_info.dtype) if init_info.dtype else None
         rank = f"rank-{self.parallel_config.data_parallel_rank}-{self.parallel_config.rank}"
@@ -100,7 +103,10 @@ class FeedWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._follower = Follower(None, sink, settings, name="", allow_older=True)  # the control plane names versions
 
     def start_weight_update(self) -> None:
-        """Require that a feed is followed; what kind of update it is, is known once the version is there."""
+        """Require that a feed is followed; what kind of update it is, is known once the version is there.
+
+        Raises :class:`ConfigurationError` too if following has ended: an ``init_transfer_engine`` begins it anew.
+        """
         self._following()
 
     def receive_weights(self, update_info: FeedUpdateInfo) -> None:
@@ -120,17 +126,22 @@ class FeedWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def _following(self) -> tuple[Follower, FeedInitInfo]:
         if self._follower is None or self._init_info is None:
             raise ConfigurationError("call init_weight_transfer_engine first, with the feed's server")
+        if self._follower.is_over:
+            why = self._follower.error or "the follower is closed"
+            raise ConfigurationError(f"following has ended: {why}; call init_weight_transfer_engine again")
         return self._follower, self._init_info
 
-    def _check(self, patches: Sequence[Patch]) -> None:
+    def _check(self, cut: Cut, patches: Sequence[Patch]) -> None:
         """Refuse changes that vLLM's sparse loader cannot take, before anything is written."""
-        if not self._names:
-            self._names = frozenset(patch.name for patch in patches)  # the first version is whole
+        run_id, generations = history = cut.run_id, frozenset(shard.generation for shard in cut.shards)
+        if run_id != self._history[0] or not generations & self._history[1]:  # the first version of one is whole
+            self._names = frozenset(patch.name for patch in patches)
+        self._history = history
         if self._is_whole(patches):
             return
         for patch in patches:
             if not patch.dtype.is_floating_point:
-                raise ConfigurationError(
+                raise TypeError(
                     f"{patch.name!r} ({patch.dtype}) has changed, and vLLM takes changes of floating-point tensors "
                     "alone: publish the model without it"
                 )

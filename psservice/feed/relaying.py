@@ -82,13 +82,16 @@ class Relaying:
     def hear_of_relays(self, identities: Collection[str]) -> None:
         """Note relays that follow this one, directly or by others; on shard 0."""
         self._relays |= dict.fromkeys({*identities} - {self.identity}, self._clock())
+        if len(self._relays) > 2 * MOST_RELAYS:  # nobody may have asked for them for long
+            self.relays()
 
     def relays(self) -> list[str]:
         """Return this relay and those that follow it, who asked last first."""
         oldest = self._clock() - _GONE_SECONDS
-        self._relays = {each: asked for each, asked in [*self._relays.items()] if asked > oldest}
-        newest = sorted(self._relays, key=self._relays.__getitem__, reverse=True)
-        return [self.identity, *newest][:MOST_RELAYS]
+        known = [(each, asked) for each, asked in [*self._relays.items()] if asked > oldest]
+        newest = sorted(known, key=lambda each: each[1], reverse=True)[: MOST_RELAYS - 1]
+        self._relays = dict(newest)
+        return [self.identity, *self._relays]
 
     # The source
 

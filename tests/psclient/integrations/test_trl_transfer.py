@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import ModuleType
@@ -177,10 +177,55 @@ def test_what_is_no_server_of_http_is_named():
         thread.join()
 
 
-@pytest.mark.parametrize("url", ["host:8000", "", "ftp://host", "http://", "http://me:secret@host"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("host:8000", "", "ftp://host", "http://", "http://me:secret@host", "http://host/?key=secret"),
+        *("http://host:port", "http://host:99999", "http://[::1", "http://h\u00f6st"),
+    ],
+)
 def test_an_engine_is_named_by_a_url(url):
-    with pytest.raises(ConfigurationError, match="http://host:8000"):
+    with pytest.raises(ConfigurationError, match="http://host:8000") as caught:
         VllmServer(url, {})
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("init_info", "says"),
+    [({"directory": Path("policy")}, "as strings"), ({"settings": {"token": "secret"}}, "token_file")],
+)
+def test_what_workers_are_to_be_told_is_checked_before_it_is_sent(init_info, says):
+    with pytest.raises(ConfigurationError, match=says) as caught:
+        VllmServer("http://host:8000", init_info)
+    assert "'secret'" not in str(caught.value)
+
+
+def test_an_answer_that_never_ends_is_given_up_in_time():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        over = threading.Event()
+
+        def answer():
+            with listener.accept()[0] as connection:
+                connection.sendall(b"HTTP/1.1 200 OK\r\n")
+                while not over.wait(0.01):
+                    with suppress(OSError):
+                        connection.sendall(b"x")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(EngineError, match=r"timed out|time of the update is over"):
+            VllmServer(url, {}, seconds=0.5).update("run/0/1")
+        over.set()
+        thread.join()
+
+
+def test_an_engine_whose_following_has_ended_is_told_of_the_feed_again(fleet):
+    fleet.sync()
+    fleet.processes[1].engines[0]._follower.close()
+    fleet.sync()
+    assert all(map(fleet.has_newest, fleet.processes))
+    assert fleet.processes[1].calls.count("/init_weight_transfer_engine") == 2
 
 
 # The guide (engines.md)

@@ -207,6 +207,59 @@ def test_a_change_that_vllm_cannot_take_is_refused_by_name_and_leaves_the_versio
     assert model.holds(feed.tensors)
 
 
+class CountingModel(PackedModel):
+    """One that passes over the checkpoint's number of steps."""
+
+    def load_weights(self, weights):
+        return super().load_weights([each for each in weights if each[0] != "steps"])
+
+
+def test_a_model_of_other_tensors_is_loaded_whole(feed, engines):
+    model = CountingModel()
+    feed.tensors["steps"] = torch.tensor([1], dtype=torch.int16, device="cpu")
+    engine = engines(feed, model)
+    update(engine, feed.publish())
+    before = {name: tensor.clone() for name, tensor in feed.tensors.items()}
+    feed.tensors["steps"] += 1
+    with pytest.raises(FollowerNotReadyError, match=r"'steps' \(torch.int16\) has changed"):
+        update(engine, feed.publish())
+    assert model.holds(before)
+    del feed.tensors["steps"]  # as the error says
+    feed.server.processes[0].kill()
+    feed.server.restart()  # it has lost everything
+    feed.publisher.close()
+    feed.publisher = psclient.Publisher(feed.server, settings=QUIET)
+    update(engine, feed.publish())
+    assert model.holds(feed.tensors)
+    assert model.reloads == 2
+
+
+def test_a_follower_that_has_ended_is_named_and_another_init_begins_anew(feed, engines):
+    model = PackedModel()
+    engine = engines(feed, model)
+    update(engine, feed.publish())
+    engine._follower.close()
+    with pytest.raises(ConfigurationError, match="init_weight_transfer_engine again"):
+        engine.start_weight_update()
+    engine.init_transfer_engine(engine.parse_init_info({"server": feed.server.addresses, "seconds": SECONDS}))
+    update(engine, feed.publish())
+    assert model.holds(feed.tensors)
+
+
+def test_a_version_that_was_passed_over_is_installed_if_it_is_named_after_all(feed, engines):
+    model = PackedModel()
+    engine = engines(feed, model, seconds=1.0)
+    update(engine, feed.publish())
+    version = feed.publish()
+    wait_until(lambda: staged(engine) == version, SECONDS)
+    history, _, number = version.rpartition("/")
+    with pytest.raises(FollowerNotReadyError, match="is not here"):
+        update(engine, f"{history}/{int(number) + 1}")
+    engine._init_info.seconds = SECONDS
+    update(engine, version)
+    assert model.holds(feed.tensors)
+
+
 def test_another_history_of_the_feed_is_followed_if_it_is_named(feed, engines):
     model = PackedModel()
     engine = engines(feed, model)

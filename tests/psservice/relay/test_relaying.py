@@ -100,6 +100,14 @@ def test_relays_that_have_gone_are_told_no_more(relaying, clock):
     assert relaying.relays() == ["me", "b"]
 
 
+def test_readers_that_tell_of_ever_other_relays_do_not_fill_the_memory(relaying, clock):
+    for number in range(10):
+        clock.now += 1
+        relaying.hear_of_relays([f"relay {number} {each}" for each in range(MOST_RELAYS)])
+    assert len(relaying._relays) <= 2 * MOST_RELAYS
+    assert all(name.startswith("relay 9") for name in relaying.relays()[1:])
+
+
 def test_no_more_relays_are_told_than_a_source_reads(relaying):
     relaying.hear_of_relays([f"relay {number}" for number in range(2 * MOST_RELAYS)])
     require(pb.AwaitCutRequest(relays=relaying.relays()))
