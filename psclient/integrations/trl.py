@@ -51,15 +51,17 @@ class WeightTransfer:
     def pause(self) -> None:
         """Hold the requests of all engines that can be reached."""
         self._paused, _ = _each(self._engines, VllmServer.pause)
+        self._current = self._paused  # unless a newer version is published
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish the tensors, and have the engines that are paused install the version.
+
+        If they cannot be published, the engines have the newest version as they are, and :meth:`resume` has them go on.
 
         Raises:
             SparsepsError: the version could not be published.
             EngineError: no engine has installed it.
         """
-        self._current = ()
         self.published = self._publisher.publish(self._converted(iterator))
         name = self.published.weight_version
         self._current, failures = _each(self._paused, lambda engine: engine.update(name))

@@ -130,6 +130,20 @@ def test_if_no_engine_takes_a_version_the_trainer_is_told(fleet):
     assert all(process.is_paused for process in fleet.processes)
 
 
+def test_if_a_version_cannot_be_published_the_engines_go_on_with_the_one_before(fleet):
+    fleet.sync()
+    version = fleet.transfer.published.weight_version
+    fleet.transfer.pause()
+    with pytest.raises(ConfigurationError):
+        fleet.transfer.send_weights(iter([("another", torch.zeros(3))]))
+    fleet.transfer.resume()
+    for process in fleet.processes:
+        assert not process.is_paused
+        assert process.weight_version == version
+    fleet.sync()
+    assert all(fleet.has_newest(process) for process in fleet.processes)
+
+
 def test_an_update_that_another_controller_never_finished_is_finished(fleet):
     fleet.sync()
     fleet.processes[0].is_updating = True
