@@ -67,7 +67,8 @@ _SMALL_BYTES = 16 << 10  # of a message of a push that is decoded sooner than ha
 _LANE_THREADS = {Lane.LEASE: 2, Lane.JOIN: 2, Lane.OPERATOR: 4, Lane.FINISH: 1, Lane.READ: 2}
 _MOST_AHEAD = 4  # calls of which a message that is not charged yet, 4 MiB at most, is received
 _MOST_CALLS = 4096
-_MOST_SILENT = 1024  # calls without a message, and two for each worker and reader; beyond that the oldest is cut
+_MOST_SILENT = 256  # calls without a message, two for each worker, one a reader; beyond that the oldest is cut
+_MOST_SILENT_READERS = 1024  # who ask in the same moment
 _MOST_JOINS = 16  # whose message is received at once, since it may be of megabytes
 _REQUEST_SECONDS = 10.0  # for the message of a call that has one
 _REQUEST_BYTES = 96 << 20  # of calls of one message, until their first answers are made; two thirds are received
@@ -217,8 +218,7 @@ class Dispatcher:
         opened = OpenCall(call, context, rule, self._pools[rule.lane], observe, loop, task, loop.time())
         self.open_calls.add(opened)
         self._silent[opened] = None
-        silent, shard = len(self._silent), self._shard
-        if silent > _MOST_SILENT and silent > _MOST_SILENT + 2 * (len(shard.leases) + len(shard.cuts.readers)):
+        if len(self._silent) > _MOST_SILENT and len(self._silent) > self._most_silent():
             oldest = next(iter(self._silent))
             del self._silent[oldest]
             oldest.cut("gave_way")
@@ -231,6 +231,11 @@ class Dispatcher:
             opened.end()
             self.open_calls.discard(opened)
             self._silent.pop(opened, None)
+
+    def _most_silent(self) -> int:
+        """Return how many calls may be without a message: each holds up to a window of one in gRPC."""
+        shard = self._shard
+        return _MOST_SILENT + 2 * len(shard.leases) + min(len(shard.cuts.readers), _MOST_SILENT_READERS)
 
     def _require_serving(self) -> None:
         if self._stopping:

@@ -10,7 +10,7 @@ import grpc
 
 from pscore.model.digest import DIGEST_BYTES
 from pscore.net.channels import ChannelError, Security, explain, open_channel
-from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.errors import ErrorCode, Rejected, details_of
 from pscore.wire.messages import place_of
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
@@ -177,9 +177,11 @@ class Follower:
         return answer
 
     def _complain(self, error: Exception) -> None:
-        """Log at the first failure, and then once a minute."""
+        """Log at the first failure, and then once a minute; not that shard 0 stops in order, as this one does next."""
         if self._closing.is_set():
             return
+        if isinstance(error, grpc.RpcError) and details_of(error).reason is ErrorCode.DRAINING:
+            return  # if shard 0 stays away, the next attempt finds that out
         address = self._shard.settings.coordinator
         why = explain(error, address) if isinstance(error, grpc.RpcError) else str(error)
         now = self._shard.environment.monotonic()
