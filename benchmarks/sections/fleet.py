@@ -46,7 +46,7 @@ class _Arrangement(NamedTuple):
 
 
 class _Version(NamedTuple):
-    """What a version cost: seconds from the call of ``publish`` to the first reader and to the last, bytes on lines."""
+    """Costs of a version: seconds from the call of ``publish`` to the first reader and to the last, bytes on lines."""
 
     first_seconds: float
     last_seconds: float
@@ -99,8 +99,9 @@ def _measure(plan: Plan, section: Section, bits: float, words: int, readers: int
         plan.say(f"lines of {bits / 1e6:g} Mbit/s")
         rate = line.calibrate(_SOURCE, _SITES[0], _CALIBRATION_SECONDS)
         feed = _Feed(line, words, plan, stack)
-        one = feed.fleet(_Arrangement("one hop", 1))
-        fleets = {_Arrangement("one hop", 1): one}
+        one_hop = _Arrangement("one hop", 1)
+        one = feed.fleet(one_hop)
+        fleets = {one_hop: one}
         computed: dict[_Arrangement, float] = {}
         for arrangement in _arrangements(readers, plan.quick):
             join_seconds = _line_seconds(2 * words, arrangement.readers, rate)

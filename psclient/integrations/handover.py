@@ -33,7 +33,7 @@ class Handover:
         self, check: Callable[[Cut, Sequence[Patch]], None], install: Callable[[Sequence[Patch]], None]
     ) -> None:
         self._check, self._install = check, install
-        self._changed, self._bringing = threading.Condition(), threading.Lock()
+        self._changed, self._is_bringing = threading.Condition(), False
         self._patches: Sequence[Patch] = ()
         self._staged: Cut | None = None
         self._wanted = ""  # weight version that the engine waits for
@@ -104,22 +104,22 @@ class Handover:
             Exception: what ``install`` has raised. The engine may then have a mixture.
         """
         end = time.monotonic() + seconds
-        if not self._bringing.acquire(timeout=max(0.0, seconds)):
-            raise FollowerNotReadyError(
-                f"weight version {wanted} is not here: another thread waits for a version, or installs one. Update "
-                "the engine from one thread at a time"
-            )
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._is_bringing, max(0.0, seconds)):
+                raise FollowerNotReadyError(
+                    f"weight version {wanted} is not here: another thread waits for a version, or installs one. Update "
+                    "the engine from one thread at a time"
+                )
+            self._is_bringing, self._refusal = True, None  # the version is tried again
         try:
-            with self._changed:
-                self._refusal = None  # the version is tried again
             while (patches := self._due(follower, wanted, end)) is not None:
                 self._apply(patches)
             assert self._held is not None
             return self._held
         finally:
             with self._changed:
-                self._wanted = ""
-            self._bringing.release()
+                self._wanted, self._is_bringing = "", False
+                self._changed.notify_all()
 
     def _due(self, follower: Follower, wanted: str, end: float) -> Sequence[Patch] | None:
         """Wait for a version to install, and return its patches; ``None``: the engine has the one that is wanted."""

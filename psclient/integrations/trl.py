@@ -41,8 +41,7 @@ class WeightTransfer:
     ) -> None:
         self._publisher, self._dtype = publisher, dtype
         self._engines: Sequence[VllmServer] = tuple(engines)
-        self._paused: Sequence[VllmServer] = ()
-        self._current: Sequence[VllmServer] = ()  # that have the newest version
+        self._current: Sequence[VllmServer] = ()  # that are paused, and have the newest version
         self.published: Published | None = None
 
     def init_weight_transfer(self) -> None:
@@ -50,8 +49,7 @@ class WeightTransfer:
 
     def pause(self) -> None:
         """Hold the requests of all engines that can be reached."""
-        self._paused, _ = _each(self._engines, VllmServer.pause)
-        self._current = self._paused  # unless a newer version is published
+        self._current, _ = _each(self._engines, VllmServer.pause)  # unless a newer version is published
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish the tensors, and have the engines that are paused install the version.
@@ -64,7 +62,7 @@ class WeightTransfer:
         """
         self.published = self._publisher.publish(self._converted(iterator))
         name = self.published.weight_version
-        self._current, failures = _each(self._paused, lambda engine: engine.update(name))
+        self._current, failures = _each(self._current, lambda engine: engine.update(name))
         if self._engines and not self._current:
             raise failures[0] if failures else EngineError(self._engines[0].url, "no engine could be paused")
 

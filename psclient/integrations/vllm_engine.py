@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from psclient import settings as client_settings
 from psclient.errors import ConfigurationError
 from psclient.integrations.handover import Handover
+from psclient.integrations.vllm_server import require_no_token
 from psclient.reader.follower import Follower
 from psclient.reader.patch_sink import Patch, PatchSink
 from psclient.settings import ClientSettings
@@ -47,8 +48,7 @@ class FeedInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        if "token" in self.settings:
-            raise ConfigurationError("name a file with the token (token_file), which is read on the worker's machine")
+        require_no_token(self.settings)
         if self.dtype not in ("", "bfloat16", "float16"):
             raise ConfigurationError(f"dtype must be bfloat16, float16 or empty, not {self.dtype!r}")
 

@@ -39,9 +39,7 @@ class VllmServer:
             json.dumps(dict(init_info))
         except (TypeError, ValueError) as error:
             raise ConfigurationError(f"init_info= is sent as JSON: {error}; name paths as strings") from None
-        settings = init_info.get("settings", {})
-        if isinstance(settings, Mapping) and "token" in settings:
-            raise ConfigurationError("name a file with the token (token_file), which is read on the worker's machine")
+        require_no_token(init_info.get("settings"))
         self.url = url.rstrip("/")
         self._connection_class = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         self._host, self._path = parts.netloc, parts.path.rstrip("/")
@@ -104,6 +102,12 @@ class VllmServer:
         if answer.status != HTTPStatus.OK:
             hint = _NO_ROUTE if answer.status == HTTPStatus.NOT_FOUND else ""
             raise EngineError(self.url, f"POST {path} was answered {answer.status}: {said}{hint}")
+
+
+def require_no_token(settings: object) -> None:
+    """Refuse settings of a follower with a token in them, which others may log (:class:`ConfigurationError`)."""
+    if isinstance(settings, Mapping) and "token" in settings:
+        raise ConfigurationError("name a file with the token (token_file), which is read on the worker's machine")
 
 
 def _parts_of(url: str) -> SplitResult:

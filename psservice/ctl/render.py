@@ -182,7 +182,7 @@ def _shard_summary(address: str, status: pb.GetStatusResponse) -> Table:
         ("shard", f"{status.shard_index} of {status.num_shards}, on {status.device}, up {status.uptime_seconds:.0f} s"),
         ("parameters", f"{status.length:,} of {status.parameters:,}"),
         ("version", f"{status.version:,} after {status.samples:,} samples, {status.queued} requests at work"),
-        *([("relay", _relay(status))] if status.HasField("relay") else []),
+        *([("relay", f"of {_relay(status)}")] if status.HasField("relay") else []),
         *([("readers", _readers(status))] if status.readers else []),
         ("kept", _kept(status)),
         ("bytes", f"{human_bytes(status.push_bytes)} pushed, {human_bytes(status.pull_bytes)} pulled "
@@ -227,8 +227,8 @@ def _readers(status: pb.GetStatusResponse) -> str:
 
 
 def _relay(status: pb.GetStatusResponse) -> str:
-    """Write whom a shard relays, whether that answers, and how far the shard is behind, as far as is known."""
-    relay, text = status.relay, f"of {status.relay.source}"
+    """Write a relay's source, whether it answers, and how far the shard is behind, as far as is known."""
+    relay, text = status.relay, status.relay.source
     if relay.lost_seconds:
         text += f", which has not been followed for {relay.lost_seconds:.0f} s: {relay.error}"
     if not relay.source_version and not status.generation:
@@ -246,7 +246,7 @@ def _relay(status: pb.GetStatusResponse) -> str:
 def relay_lines(fleet: Fleet) -> list[Text]:
     """Return a line about each shard's source, if it is one of a relay."""
     return [
-        cell(f"shard {status.shard_index} relays {_relay(status).removeprefix('of ')}")
+        cell(f"shard {status.shard_index} relays {_relay(status)}")
         for status in fleet.reached.values()
         if status.HasField("relay")
     ]

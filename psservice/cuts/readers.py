@@ -57,7 +57,7 @@ class Readers:
             return len(self._readers)
 
     def _forget(self) -> None:
-        """Drop those who are gone; under the lock."""
+        """Drop readers that are gone; under the lock."""
         now = self._clock()
         while self._readers and next(iter(self._readers.values())).heard < now - _GONE_SECONDS:
             self._readers.popitem(last=False)
