@@ -96,7 +96,7 @@ def train(
 
 
 def faults_of(history: History, digests: dict[str, str], quick: bool) -> list[str]:
-    """Return what is not as it should be, in sentences."""
+    """Return the faults of the run, in sentences."""
     faults = []
     began, ended = history.reward(MEAN_OF), history.reward()
     if ended < (began + QUICK_RISE if quick else LEAST_REWARD):

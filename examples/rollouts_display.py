@@ -1,4 +1,4 @@
-"""What rollouts.py shows: the run as it goes, the table at its end, and the plot."""
+"""The display of rollouts.py: the run as it goes, the table at its end, and the plot."""
 
 import sys
 import time
@@ -37,7 +37,7 @@ class Step(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What has happened to a rollout process (``killed``, ``started``, ``joined``), and the newest version then."""
+    """An event of a rollout process (``killed``, ``started``, ``joined``), and the newest version then."""
 
     name: str
     what: str
@@ -46,7 +46,7 @@ class Event(NamedTuple):
 
 @dataclass
 class Reader:
-    """What is known of a rollout process.
+    """The known state of a rollout process.
 
     Attributes:
         state: ``starting``, ``following`` or ``killed``.
@@ -79,7 +79,7 @@ class Reader:
 
 @dataclass
 class History:
-    """What has happened so far.
+    """The run so far.
 
     Attributes:
         dense_bytes: of a copy of the policy in bfloat16.
@@ -121,7 +121,7 @@ class Display:
             self._live.stop()
 
     def update(self) -> None:
-        """Say what is new, if there is no terminal."""
+        """Print the news, if there is no terminal."""
         if self._is_live:
             return
         events = self.history.events[self._events_said :]
@@ -177,7 +177,7 @@ def _share(nbytes: float | None, history: History) -> str:
 
 
 def final_table(history: History) -> Table:
-    """Return what each process has done: the trainer's bytes are sent, the others' are received."""
+    """Return the work of each process: the trainer's bytes are sent, the others' are received."""
     table = _table("process", "", "began with", "batches", "lag", "versions", "a version", "of dense")
     for name, reader in history.readers.items():
         if reader.first is None or reader.last is None:
@@ -199,7 +199,7 @@ def final_table(history: History) -> Table:
 
 
 def plot(history: History, path: Path) -> None:
-    """Draw rewards, lags and bytes against the version, with what happened to the rollout processes."""
+    """Draw rewards, lags and bytes against the version, with the events of the rollout processes."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -32,7 +32,7 @@ class Policy(nn.Module):
 
 
 class Episodes(NamedTuple):
-    """A batch of answers and what they are worth, in numpy: these are bytes that survive the process that sent them.
+    """A batch of answers and their rewards, in numpy: these are bytes that survive the process that sent them.
 
     torch would send tensors as handles of shared memory, which end with their process.
 

@@ -72,7 +72,7 @@ class Handover:
             self._is_promised = True
 
     def commit(self, cut: Cut) -> None:
-        """Have the engine's thread install what is staged, and wait for that; raises if it has failed."""
+        """Have the engine's thread install the staged patches, and wait for that; raises if it has failed."""
         with self._changed:
             self._is_due = True
             self._changed.notify_all()
@@ -101,7 +101,7 @@ class Handover:
 
         Raises:
             FollowerNotReadyError: the version does not come in ``seconds``, or the feed is past it.
-            Exception: what ``install`` has raised. The engine may then have a mixture.
+            Exception: the error of ``install``. The engine may then have a mixture.
         """
         end = time.monotonic() + seconds
         with self._changed:
@@ -155,7 +155,7 @@ class Handover:
                 )
 
     def _apply(self, patches: Sequence[Patch]) -> None:
-        """Install what is staged, and tell the follower's thread how that went."""
+        """Install the staged patches, and tell the follower's thread how that went."""
         cut, self._held, outcome = self._staged, None, None
         try:
             self._install(patches)

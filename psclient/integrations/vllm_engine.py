@@ -29,7 +29,7 @@ from pscore.reader.cut import Cut
 
 @dataclass
 class FeedInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """What a worker needs to follow a feed, as JSON has it.
+    """The feed that a worker follows, and how, as JSON has it.
 
     Attributes:
         server: the address of each shard, as for a follower; a relay near by spares the line when many workers follow.

@@ -34,7 +34,7 @@ class RelayedShard(StagedShard):
         return None
 
     def stage(self, base: "RelayedShard", version: int, name: str, update: SparseSlice | None, buffers: bytes) -> None:
-        """Stage a difference from one of the two models, in the place of what was staged."""
+        """Stage a difference from one of the two models, in the place of the version staged before."""
         if base is self:
             self.successor = None
             self.staged.stage(version, name, update, buffers)
@@ -44,7 +44,7 @@ class RelayedShard(StagedShard):
         self.staged.stage(version, name, None, buffers)
 
     def stage_whole(self, generation: int, version: int, name: str, values: torch.Tensor, buffers: bytes) -> None:
-        """Stage all values of another generation's version, in the place of what was staged."""
+        """Stage all values of another generation's version, in the place of the version staged before."""
         self.successor = self._successor_of(generation, version, values.to(self.theta.device, copy=True))
         self.staged.stage(version, name, None, buffers)
 

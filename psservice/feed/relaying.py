@@ -86,7 +86,7 @@ class Relaying:
             self.relays()
 
     def relays(self) -> list[str]:
-        """Return this relay and those that follow it, who asked last first."""
+        """Return this relay and those that follow it, the last to ask first."""
         oldest = self._clock() - _GONE_SECONDS
         known = [(each, asked) for each, asked in [*self._relays.items()] if asked > oldest]
         newest = sorted(known, key=lambda each: each[1], reverse=True)[: MOST_RELAYS - 1]

@@ -14,7 +14,7 @@ _MOST_NAMES = 64
 
 
 class Staged:
-    """What is staged for the next version.
+    """The next version of a shard, staged.
 
     Attributes:
         version: that it will be; 0 if nothing is staged, or if it is a relay's version 0, which has a name.
@@ -45,7 +45,7 @@ class Staged:
         self.version, self.name, self.words, self.buffers = 0, "", None, b""
 
     def export(self) -> RuleState:
-        """Return what is staged: the tensors themselves, which do not change."""
+        """Return the staged version: the tensors themselves, which do not change."""
         words = self.words
         tensors = {} if words is None else {"words": words.values}
         if words is not None and words.offsets is not None:
@@ -55,7 +55,7 @@ class Staged:
         return RuleState({"version": self.version, "name": self.name, "published": [*self.published]}, tensors)
 
     def restore(self, state: RuleState) -> None:
-        """Restore what was staged; raises ``ValueError`` or ``KeyError`` if the state does not fit."""
+        """Restore the staged version; raises ``ValueError`` or ``KeyError`` if the state does not fit."""
         plain, words, buffers = state.plain, state.tensors.get("words"), state.tensors.get("buffers")
         self.version, self.name = int(plain["version"]), str(plain["name"])
         self.published = int(plain["published"][0]), str(plain["published"][1])
@@ -98,7 +98,7 @@ class StagedShard(ModelShard):
         return name
 
     def publish(self) -> int:
-        """Make what is staged the shard's version, and return that; raises ``ValueError`` if nothing is staged."""
+        """Make the staged version the shard's, and return it; raises ``ValueError`` if nothing is staged."""
         if not self.staged.is_there:
             raise ValueError("nothing is staged")
         version = self.staged.version

@@ -151,7 +151,7 @@ class Relay:
         return cut
 
     def publish(self) -> bool:
-        """Publish what is staged if every shard has it; return whether. Raises :class:`Rejected`."""
+        """Publish the staged cut if every shard has it; return whether. Raises :class:`Rejected`."""
         return publish_relayed(self._shard)
 
     def _is_staged(self) -> bool:

@@ -123,7 +123,7 @@ def hear_relayed(shard: Shard, name: str) -> None:
 
 
 def _bring_in(shard: Shard, model: RelayedShard, name: str) -> None:
-    """Publish what is staged under a name: a difference by a record, another generation's model by a snapshot."""
+    """Publish the cut staged under a name: a difference by a record, another generation's model by a snapshot."""
 
     def require_staged() -> None:
         if model.staged.name != name or shard.model is not model:
