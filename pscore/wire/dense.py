@@ -200,6 +200,8 @@ def fields(raw: bytes, position: int = 0, end: int | None = None) -> Iterator[tu
     while position < end:
         tag, position = read_varint(raw, position, end)
         kind = tag & 7
+        if tag < 8:
+            return  # no field has the number 0
         if kind == 2:
             length, position = read_varint(raw, position, end)
             yield tag >> 3, position, min(end, position + length)
@@ -212,6 +214,20 @@ def fields(raw: bytes, position: int = 0, end: int | None = None) -> Iterator[tu
         else:
             return
         yield tag >> 3, position, position
+
+
+def count_fields(raw: bytes, position: int, end: int, most: int) -> int:
+    """Count the fields between two positions of a message, up to one more than ``most``."""
+    count = 0
+    while position < end and count <= most:
+        # A short message or text, as nearly all are, without a call for it.
+        tag = raw[position]
+        if tag & 0x87 == 2 and tag > 7 and position + 1 < end and raw[position + 1] < 0x80:
+            position += 2 + raw[position + 1]
+        else:
+            position = next(fields(raw, position, end), (0, end, end))[2]
+        count += 1
+    return count
 
 
 def read_varint(raw: bytes, position: int, end: int) -> tuple[int, int]:

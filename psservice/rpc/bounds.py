@@ -12,7 +12,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from pscore.names import LONGEST_NAME
-from pscore.wire.dense import fields
+from pscore.wire.dense import count_fields, fields
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.histories import MOST_ORIGINS
 from pscore.wire.layouts import require_few_pieces
@@ -217,7 +217,7 @@ def require_few_fields(kind: type[Message], raw: bytes) -> None:
             raise Rejected(ErrorCode.BAD_REQUEST, f"a message has more than {_MOST_FIELDS} fields")
         field = kind.DESCRIPTOR.fields_by_number.get(number)
         holds_fields = field is not None and field.message_type is not None and end - start > 2 * _MOST_FIELDS
-        if holds_fields and _count(raw, start, end) > _MOST_INNER_FIELDS:
+        if holds_fields and count_fields(raw, start, end, _MOST_INNER_FIELDS) > _MOST_INNER_FIELDS:
             raise Rejected(ErrorCode.BAD_REQUEST, f"a message in a message has more than {_MOST_INNER_FIELDS} fields")
 
 
