@@ -68,6 +68,11 @@ class ServerSettings(LayeredSettings):
     tls_key: Path | None = setting(None, "key (PEM) of that certificate")
     tls_client_ca: Path | None = setting(None, "CA (PEM) of callers' certificates (mutual TLS); refuses others")
     tokens: Path | None = setting(None, "file of bearer tokens, ROLE TOKEN [WORKER] a line; refuses others")
+    certificate_roles: Path | None = setting(
+        None,
+        "file of roles of callers' certificates, ROLE NAME [WORKER] a line: a DNS name or URI of the certificate; "
+        "refuses others; without it, and without --tokens, each certificate is an admin's",
+    )
     insecure: bool = setting(False, "allow unauthenticated callers from beyond loopback, also in plaintext")
     reflection: Literal["auto", "on", "off"] = setting("auto", "gRPC reflection; auto is on for loopback only")
 
@@ -169,6 +174,9 @@ class ServerSettings(LayeredSettings):
 
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least severe message logged")
     log_format: Literal["auto", "json", "text"] = setting("auto", "form of log lines; auto is text on a terminal")
+    audit_log: Path | None = setting(
+        None, "file of JSON lines of operators' and refused calls, which are in the log too; - for stdout"
+    )
     tracing: bool = setting(False, "continue workers' traces, by OpenTelemetry (needs sparseps[tracing])")
     ready_fd: int | None = setting(None, "descriptor that receives a line of JSON with the bound addresses", ge=0)
     parent_pid: int | None = setting(None, "stop when this process is no longer the parent", ge=1)
@@ -199,6 +207,8 @@ class ServerSettings(LayeredSettings):
             raise ValueError("--tls-cert and --tls-key are given together")
         if self.tls_client_ca and not self.tls_cert:
             raise ValueError("--tls-client-ca needs TLS: give --tls-cert and --tls-key")
+        if self.certificate_roles and not self.tls_client_ca:
+            raise ValueError("--certificate-roles needs callers with certificates: give their CA as --tls-client-ca")
         if self.shard_index >= self.num_shards:
             raise ValueError(f"--shard-index {self.shard_index} needs --num-shards above it, not {self.num_shards}")
         for name in ("listen", "health_listen", "metrics_listen"):

@@ -41,7 +41,10 @@ def serve(arguments: Sequence[str], command: str = "serve") -> int:
         return failed(command, error, EXIT_USAGE)
     if command == "relay" and not loaded.relay_of:
         return failed(command, "name the server that is relayed: psservice relay --of HOST:PORT", EXIT_USAGE)
-    log_lines.configure(loaded.log_level, loaded.log_format)
+    try:
+        log_lines.configure(loaded.log_level, loaded.log_format, audit_log=loaded.audit_log)
+    except OSError as error:
+        return failed(command, f"--audit-log {loaded.audit_log} cannot be opened: {error.strerror}")
 
     import psservice.process.server  # noqa: F401 - now, for the shards that are forked to share
     from psservice.process.shard_processes import ShardProcesses
@@ -63,7 +66,7 @@ def _serve_shard(settings: "ServerSettings", health: "SharedHealth | None" = Non
 
     signals = SignalThread(_end_a_start)
     if settings.num_shards > 1:
-        log_lines.configure(settings.log_level, settings.log_format, settings.shard_index)
+        log_lines.configure(settings.log_level, settings.log_format, settings.shard_index, settings.audit_log)
     command = f"serve: shard {settings.shard_index}" if health else "serve"
     try:
         with log_lines.in_thread():

@@ -113,7 +113,7 @@ class Server:
         try:
             if settings.tracing:
                 tracing.start("psservice", f"shard-{settings.shard_index}")
-            authenticator = Authenticator(settings.tokens, self._watcher)
+            authenticator = Authenticator(settings.tokens, self._watcher, settings.certificate_roles)
             if settings.tls_cert and settings.tls_key:
                 self._certificates = ServerCertificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
                 self._certificates.check()
@@ -131,7 +131,9 @@ class Server:
         handlers = [self._dispatcher.service, self._health.check_handler()]
         is_local = is_loopback(split_address(settings.listen)[0])
         if settings.reflection == "on" or (settings.reflection == "auto" and is_local):
-            handlers += reflection_handlers((SERVICE.full_name, health.SERVICE_NAME), authenticator)
+            handlers += reflection_handlers(
+                (SERVICE.full_name, health.SERVICE_NAME), authenticator, self._dispatcher.audit
+            )
         if settings.metrics_listen:
             self.metrics_address = self._start_web(operators)
         credentials = self._certificates.credentials if self._certificates else None
