@@ -48,7 +48,8 @@ def _forms_of(names: CertificateNames) -> list[tuple[str, tuple[str, ...]]]:
             forms.append((name, (name, f"*.{domain}") if domain and _LABEL.fullmatch(label) else (name,)))
     for uri in names.uris:
         before, _, segment = uri.rpartition("/")
-        forms.append((uri, (uri, f"{before}/*") if _SEGMENT.fullmatch(segment) else (uri,)))
+        if "://" in uri and segment != "*":
+            forms.append((uri, (uri, f"{before}/*") if _SEGMENT.fullmatch(segment) else (uri,)))
     return forms
 
 
