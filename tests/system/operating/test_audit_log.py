@@ -51,7 +51,7 @@ def test_operators_calls_and_refused_ones_are_in_the_file_whatever_the_level_of_
         ("Drain", "close", "OK", "admin"),
         ("Drain", "open", "OK", "admin"),
         ("Drain", None, "PERMISSION_DENIED", "reader"),
-        ("GetStatus", None, "UNAUTHENTICATED", None),
+        *[("GetStatus", None, "UNAUTHENTICATED", None)] * 2,  # `status` asks who is there, and then each
     ]
     for line in found:
         time = datetime.fromisoformat(line["time"])
