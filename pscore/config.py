@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, YamlConf
 from yaml import YAMLError
 
 from pscore.names import is_url
+from pscore.units import parse_bytes, parse_seconds
 
 _SERVICE_LINK = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
@@ -73,6 +74,17 @@ class LayeredSettings(BaseSettings):
         annotation = cls.model_fields[info.field_name].annotation
         if annotation in (Path, Path | None) and value is not None and is_url(value):
             raise ValueError(f"{str(value)!r} is a URL; name a path on this machine (a remote disk may be mounted)")
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_units(cls, value: Any, info: Any) -> Any:
+        """Read the text of a duration or a size, as a flag, a variable or a YAML file has it, with its unit."""
+        if isinstance(value, str):
+            if info.field_name.endswith("_seconds"):
+                return parse_seconds(value)
+            if info.field_name.endswith("_bytes"):
+                return parse_bytes(value)
         return value
 
     @classmethod
