@@ -27,14 +27,29 @@ MOST_SHARDS_OF_A_HOST = 64
 # The placeholder of a flag's value in --help, by the end of the flag's name, or else by the type of the setting.
 _UNITS = {
     "listen": "HOST:PORT",
-    "-seconds": "SECONDS",
-    "-bytes": "BYTES",
+    "-seconds": "DURATION",
+    "-bytes": "SIZE",
     "--device": "DEVICE",
     "-dir": "DIR",
     "-of": "HOST:PORT",
 }
 _KINDS = {"str": "NAME", "int": "N", "float": "NUMBER", "Path": "FILE"}
 
+
+_GROUPS = {
+    "config": "settings from a file",
+    "listen": "addresses, and who may call",
+    "device": "device and shards",
+    "init": "the run",
+    "relay_of": "relay of another server",
+    "down_mode": "replies and buffers",
+    "end_versions": "the end of the run",
+    "data_dir": "durability",
+    "max_staleness": "staleness",
+    "cut_seconds": "limits",
+    "log_level": "log and process",
+}
+"""Titles of groups of settings in --help, by the first setting of each."""
 
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _NOT_OF_RELAYS = ("init", "run_id", "end_versions", "end_samples", "final_model")
@@ -314,7 +329,7 @@ def load(arguments: Sequence[str], command: str = "serve") -> ServerSettings:
         cli_prog_name=f"psservice {command}",
         cli_parse_args=list(arguments),
         cli_hide_none_type=True,
-        add_argument_method=partial(_add_argument, command),
+        add_argument_method=partial(_add_argument, command, {}),
         parse_args_method=_parse,
     )()
     return ServerSettings(**flags)
@@ -334,8 +349,28 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpars
     return parsed
 
 
-def _add_argument(command: str, parser: argparse.ArgumentParser, *flags: str, **options: Any) -> argparse.Action:
-    """Add a flag, with a placeholder of its value instead of the name of a Python type in ``--help``."""
+def group_of(setting_name: str) -> str:
+    """Return the title of the group in which ``--help`` has a setting."""
+    title = ""
+    for name in ServerSettings.model_fields:
+        title = _GROUPS.get(name, title)
+        if name == setting_name:
+            break
+    return title
+
+
+def _add_argument(
+    command: str,
+    groups: dict[str, argparse._ArgumentGroup],
+    parser: argparse.ArgumentParser,
+    *flags: str,
+    **options: Any,
+) -> argparse.Action:
+    """Add a flag to its group, with a placeholder of its value instead of the name of a Python type in ``--help``."""
+    name = flags[0].removeprefix("--").replace("-", "_")
+    if name not in ServerSettings.model_fields:  # --help
+        return parser.add_argument(*flags, **options)
+    title = group_of(name)
     if command == "relay" and flags[0] == "--relay-of":
         flags = ("--of",)
     kind = options.get("metavar")
@@ -343,7 +378,9 @@ def _add_argument(command: str, parser: argparse.ArgumentParser, *flags: str, **
         options["metavar"] = next((unit for end, unit in _UNITS.items() if flags[0].endswith(end)), _KINDS[kind])
     for nothing in (" (default: null)", " (default: )"):
         options["help"] = options["help"].removesuffix(nothing)
-    return parser.add_argument(*flags, **options)
+    if title not in groups:
+        groups[title] = parser.add_argument_group(title)
+    return groups[title].add_argument(*flags, **options)
 
 
 def shown(settings: ServerSettings) -> dict[str, Any]:
