@@ -32,11 +32,14 @@ class LayeredSettings(BaseSettings):
     failure: ClassVar[type[Exception]]
     """Raised if a setting is unknown, its value cannot be, or the YAML file cannot be read."""
 
+    others: ClassVar[tuple[str, ...]] = ()
+    """Variables that begin like a setting and are no setting's, in small letters, without the prefix."""
+
     config: Path | None = setting(None, "YAML file with any of these settings")
 
     def __init__(self, **given: Any) -> None:
         names = type(self).model_fields
-        if lines := unknown_variables(str(self.model_config["env_prefix"]), names):
+        if lines := unknown_variables(str(self.model_config["env_prefix"]), [*names, *self.others]):
             raise self.failure("\n".join(lines))
         try:
             super().__init__(**given)

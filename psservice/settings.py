@@ -71,6 +71,7 @@ class ServerSettings(LayeredSettings):
     """Run a server. Each setting is also PSSERVICE_<SETTING> in the environment and a key of the YAML file."""
 
     failure = SettingsError
+    others = ("endpoints",)
 
     model_config = SettingsConfigDict(
         env_prefix=ENVIRONMENT_PREFIX, frozen=True, extra="forbid", cli_kebab_case=True, cli_implicit_flags=True
