@@ -68,7 +68,10 @@ class ShardSettings:
 
 
 class ServerSettings(LayeredSettings):
-    """Run a server. Each setting is also PSSERVICE_<SETTING> in the environment and a key of the YAML file."""
+    """Run a server. Each setting is also PSSERVICE_<SETTING> in the environment and a key of the YAML file.
+
+    With --check-config nothing is started: the command tells what a start would find, and whether it would succeed.
+    """
 
     failure = SettingsError
     others = ("endpoints",)

@@ -105,11 +105,7 @@ class Server:
     def _start_service(self) -> None:
         """Recover the shard, and open the ports of workers and metrics."""
         settings = self.settings
-        if settings.shard_index and not settings.coordinator:
-            raise StartError(f"shard {settings.shard_index} follows shard 0: give shard 0's HOST:PORT as --coordinator")
-        needs_ca = settings.tls_cert is not None and not settings.coordinator_is_here
-        if settings.shard_index and needs_ca and security_of(settings).ca is None:
-            raise StartError("shard 0's certificate cannot be checked: give its CA as --coordinator-ca")
+        require_coordinator(settings)
         try:
             if settings.tracing:
                 tracing.start("psservice", f"shard-{settings.shard_index}")
@@ -276,6 +272,15 @@ class Server:
                 f"cannot listen on {self.settings.metrics_listen} (--metrics-listen; empty turns it off): {error}"
             ) from error
         return at_port(self.settings.metrics_listen, self._web.server_port)
+
+
+def require_coordinator(settings: ServerSettings) -> None:
+    """Require that every shard but shard 0 knows shard 0, and can check its certificate; raises :class:`StartError`."""
+    if settings.shard_index and not settings.coordinator:
+        raise StartError(f"shard {settings.shard_index} follows shard 0: give shard 0's HOST:PORT as --coordinator")
+    needs_ca = settings.tls_cert is not None and not settings.coordinator_is_here
+    if settings.shard_index and needs_ca and security_of(settings).ca is None:
+        raise StartError("shard 0's certificate cannot be checked: give its CA as --coordinator-ca")
 
 
 def device_of(settings: ServerSettings) -> torch.device:

@@ -25,6 +25,11 @@ class CertificateRoles:
     def __init__(self, lines: dict[str, tuple[int, Caller]]) -> None:
         self._lines = lines
 
+    @property
+    def callers(self) -> list[Caller]:
+        """The callers that have a line."""
+        return [caller for _, caller in self._lines.values()]
+
     def caller(self, names: CertificateNames) -> Caller | None:
         """Return the caller by the first line of the file that names one of these; ``None`` if no line does."""
         found = [
