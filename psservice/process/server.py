@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 from enum import Enum
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -140,6 +141,7 @@ class Server:
 
         self.address = self._listen(settings.listen, "--listen", open_workers_port)
         if settings.coordinator_is_here and self.shard.is_coordinator:
+            _require_private(Path(settings.coordinator.removeprefix("unix:")).parent)
             self._shards_port, _ = self._loop.run(open_port(settings.coordinator, handlers, None))
         if settings.relay_of:
             self._relay = Relay(self.shard)
@@ -272,6 +274,18 @@ class Server:
                 f"cannot listen on {self.settings.metrics_listen} (--metrics-listen; empty turns it off): {error}"
             ) from error
         return at_port(self.settings.metrics_listen, self._web.server_port)
+
+
+def _require_private(folder: Path) -> None:
+    """Require that no other user can enter a folder: whoever calls by a socket in it is taken for a shard."""
+    try:
+        mode = folder.stat().st_mode
+    except OSError as error:
+        raise StartError(f"cannot listen in {folder} (--coordinator): {error.strerror}") from error
+    if mode & 0o077:
+        raise StartError(
+            f"{folder} has the socket of shards (--coordinator), and others may enter it: chmod 700 {folder}"
+        )
 
 
 def require_coordinator(settings: ServerSettings) -> None:
