@@ -11,6 +11,7 @@ from psservice.rpc.watched_files import SecurityError
 _SHARD = "shard"
 _ROLES = {role.name.lower(): role for role in Role} | {_SHARD: Role.READER}
 _LONGEST_NAME = 2048  # of a SPIFFE id
+_MOST_FOUND = 256  # certificates whose callers are remembered
 _MOST_SHOWN, _LONGEST_SHOWN = 4, 100  # names in a refusal
 
 _DNS_NAME = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*")
@@ -20,10 +21,14 @@ _SEGMENT = re.compile(r"[A-Za-z0-9._-]+")
 
 
 class CertificateRoles:
-    """The callers that a file names. ``lines`` has the number of its line and the caller, by the line's name."""
+    """The callers that a file names. ``lines`` has the number of its line and the caller, by the line's name.
+
+    For one thread, since it remembers who was found last.
+    """
 
     def __init__(self, lines: dict[str, tuple[int, Caller]]) -> None:
         self._lines = lines
+        self._found: dict[CertificateNames, Caller | None] = {}
 
     @property
     def callers(self) -> list[Caller]:
@@ -32,6 +37,13 @@ class CertificateRoles:
 
     def caller(self, names: CertificateNames) -> Caller | None:
         """Return the caller by the first line of the file that names one of these; ``None`` if no line does."""
+        if names not in self._found:
+            if len(self._found) >= _MOST_FOUND:
+                self._found.clear()
+            self._found[names] = self._find(names)
+        return self._found[names]
+
+    def _find(self, names: CertificateNames) -> Caller | None:
         found = [
             (*self._lines[written], name)
             for name, forms in _forms_of(names)
