@@ -10,6 +10,7 @@ from pscore.streams import open_missing_streams
 from pscore.units import positive_seconds
 from pscore.version import __version__
 
+_ORDER_SECONDS = 5.0  # for a shard to tell which one it is
 _SECURITY = ("tls_ca", "tls_cert", "tls_key", "token_file", "tls_server_name")
 
 
@@ -23,14 +24,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "save",
         help="write a running server's model to a safetensors file",
     )
-    add_addresses(save, "HOST:PORT of each shard, in order; or dns:///HOST:PORT", SERVER)
+    add_addresses(save, "HOST:PORT of each shard, in any order; or dns:///HOST:PORT", SERVER)
     save.add_argument("--out", type=Path, required=True, metavar="FILE")
     save.add_argument("--timeout", type=positive_seconds, default=30.0, metavar="SECONDS", help="how long to try")
     follow = commands.add_parser(
         "follow",
         help="keep a directory at the newest version of a running training",
     )
-    add_addresses(follow, "HOST:PORT of each shard, in order; or dns:///HOST:PORT", SERVER)
+    add_addresses(follow, "HOST:PORT of each shard, in any order; or dns:///HOST:PORT", SERVER)
     follow.add_argument("--out", required=True, metavar="DIR", help="for safetensors files and their index")
     follow.add_argument(
         "--exec",
@@ -73,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from psclient.rpc import download  # late: the parser answers --help without loading torch
     from pscore.model import modelfile
     from pscore.names import escaped
+    from pscore.net.addresses import AddressError, expand
+    from pscore.net.discovery import in_order
 
     try:
         if options.command == "merge":
@@ -81,11 +84,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"wrote {options.out}")
             return 0
         loaded = settings.load(**{name: getattr(options, name) or None for name in _SECURITY})
+        addresses = expand(",".join(options.addresses))
+        if len(addresses) > 1:
+            addresses = tuple(in_order(addresses, loaded.security, _ORDER_SECONDS))
         if options.command == "follow":
             from psclient.reader import command
 
             return command.run(
-                ",".join(options.addresses),
+                ",".join(addresses),
                 loaded,
                 options.out,
                 options.exec,
@@ -94,8 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 seconds=options.timeout,
                 allow_older=options.allow_older,
             )
-        download.save(options.addresses, options.out, loaded, patience_seconds=options.timeout)
-    except (SparsepsError, modelfile.ModelFileError, OSError) as error:
+        download.save(addresses, options.out, loaded, patience_seconds=options.timeout)
+    except (SparsepsError, AddressError, modelfile.ModelFileError, OSError) as error:
         print(f"psclient: {escaped(str(error))}", file=sys.stderr)
         return 1
     print(f"wrote {options.out}")

@@ -2,8 +2,10 @@
 
 import pytest
 import safetensors.torch
+import torch
 import trustme
 
+import psclient
 from psclient import LocalServer
 from psclient.cli import main as psclient_main
 from psclient.settings import ClientSettings
@@ -11,6 +13,7 @@ from psservice.cli.main import main
 from psservice.settings import SettingsError, load
 from tests.certificates import dns, write
 from tests.system.operating.asking import run
+from tests.system.serving import serving
 from tests.system.tools import QUICK, make_data, make_model, train_step
 
 
@@ -51,8 +54,6 @@ def test_a_mistyped_variable_is_told_of_and_a_server_ignores_the_right_one(monke
 
 def test_psclients_commands_take_the_flags_of_psservices(tmp_path, capsys):
     """Certificates and token are flags, as of ``psservice status``, in place of the variables of a worker."""
-    import psclient
-
     authority = trustme.CA()
     files = write(authority, tmp_path, "server", dns("localhost"))
     (tmp_path / "roles").write_text("worker a-worker\nreader a-reader\n")
@@ -81,3 +82,23 @@ def test_psclients_commands_take_the_flags_of_psservices(tmp_path, capsys):
         assert psclient_main(["save", server.server, f"--out={saved}", "--timeout=10s", *with_token]) == 0
         assert saved.exists()
         assert main(["status", server.server, *flags]) == 0
+
+
+def test_psclients_commands_take_shards_in_any_order_and_one_for_all(tmp_path, capsys, monkeypatch):
+    with serving(tmp_path / "log", cut_seconds=0.05, metrics_listen="") as server:
+        addresses = [server.address_of(shard) for shard in range(3)]
+        model = make_model(batch_norm=False)
+        options = {"lr": 0.05, "model": model, "server": addresses, "worker": "w", "settings": QUICK}
+        with psclient.ASGD(model.parameters(), **options) as optimizer:
+            train_step(model, optimizer, *make_data())
+            optimizer.pull()
+        saved = tmp_path / "model.safetensors"
+        for named in (addresses, addresses[::-1], [",".join(addresses[1:]), addresses[0]], [addresses[1]]):
+            assert psclient_main(["save", *named, f"--out={saved}", "--timeout=30s"]) == 0, named
+            found = safetensors.torch.load_file(saved)
+            assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+        assert psclient_main(["follow", *addresses[::-1], f"--out={tmp_path / 'dir'}", "--once", "--timeout=30s"]) == 0
+        capsys.readouterr()
+        assert psclient_main(["save", *addresses[:2], f"--out={saved}", "--timeout=3s"]) == 1
+        assert psclient_main(["save", addresses[0], addresses[0], f"--out={saved}"]) == 1
+        assert "twice" in capsys.readouterr().err
