@@ -1,6 +1,7 @@
 """Certificates with any subject alternative names, of an authority of the tests; also such as no authority issues."""
 
 import datetime
+import ipaddress
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
@@ -12,6 +13,10 @@ from cryptography.x509.oid import NameOID
 def dns(name):
     """A DNS name with any bytes of ASCII."""
     return x509.DNSName._init_without_validation(name)
+
+
+def ip(address):
+    return x509.IPAddress(ipaddress.ip_address(address))
 
 
 def uri(name):
@@ -30,7 +35,7 @@ def pem_of(authority, *names, common_name="", extensions=()):
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=10))
+        .not_valid_after(now + datetime.timedelta(days=100))
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer.public_key()), critical=False)
     )
     if names:

@@ -16,7 +16,7 @@ from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psservice.cli.main import main
 from psservice.process.server import Server
 from psservice.settings import ServerSettings, SettingsError, load
-from tests.certificates import dns, uri, write
+from tests.certificates import dns, ip, uri, write
 from tests.system.operating.asking import metric
 from tests.system.tools import make_data, make_model, train_step, wait_until
 
@@ -94,7 +94,7 @@ def test_a_certificate_decides_who_does_what(shards, files, tmp_path, capsys):
 
 def test_shards_on_several_hosts_follow_shard_0_by_their_certificate(files, tmp_path, caplog):
     place = {"listen": "127.0.0.1:0", "num_shards": 2, "health_listen": "", "metrics_listen": ""}
-    ours = write(AUTHORITY, tmp_path, "server", dns("psservice"), uri("spiffe://x/y"), dns("127.0.0.1"), ip())
+    ours = write(AUTHORITY, tmp_path, "server", dns("psservice"), uri("spiffe://x/y"), ip("127.0.0.1"))
     secured = files | {"tls_cert": ours["tls_cert"], "tls_key": ours["tls_key"]}
     first = Server(ServerSettings(**secured, **place, run_id="the-run"))
     second = Server(ServerSettings(**secured, **place, shard_index=1, coordinator=first.address))
@@ -117,14 +117,6 @@ def test_shards_on_several_hosts_follow_shard_0_by_their_certificate(files, tmp_
     finally:
         second.stop()
         first.stop()
-
-
-def ip():
-    import ipaddress
-
-    from cryptography import x509
-
-    return x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
 
 
 def test_a_line_that_is_withdrawn_ends_what_runs_and_one_that_comes_admits(files, tmp_path):
