@@ -121,12 +121,16 @@ def _write_audit_log(path: Path | None, form: logging.Formatter) -> None:
 
 
 class _LineThread(logging.Handler):
-    """Hands lines to a thread that writes them with another handler; further lines are dropped while many wait."""
+    """Hands lines to a thread that writes them with another handler.
+
+    While many wait, as on a disk that hangs, further lines are dropped; their number has a line afterwards.
+    """
 
     def __init__(self, handler: logging.Handler) -> None:
         super().__init__(handler.level)
         self._handler = handler
         self._lines: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
+        self._dropped = 0
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
         self._thread.start()
 
@@ -134,6 +138,8 @@ class _LineThread(logging.Handler):
         if self._lines.qsize() < _MOST_LINES:
             record.msg, record.args = record.getMessage(), None  # what the line is about may change
             self._lines.put(record)
+        else:
+            self._dropped += 1
 
     def close(self) -> None:
         """Write what waits, as far as that takes no long time."""
@@ -144,6 +150,16 @@ class _LineThread(logging.Handler):
     def _write(self) -> None:
         while (record := self._lines.get()) is not None:
             self._handler.handle(record)
+            if self._dropped and self._lines.empty():
+                self._tell_of_dropped()
+
+    def _tell_of_dropped(self) -> None:
+        assert self.lock is not None
+        with self.lock:  # as emit
+            count, self._dropped = self._dropped, 0
+        what = "log lines are lost: they came faster than they could be written"
+        told = {"name": log.name, "levelno": logging.ERROR, "levelname": "ERROR", "msg": what, "lines": count}
+        self._handler.handle(logging.makeLogRecord(told))
 
 
 @contextmanager
