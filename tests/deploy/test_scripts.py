@@ -170,6 +170,36 @@ def test_each_certificate_has_the_role_of_its_folder(certificates, tmp_path):
     assert (wrong.returncode, "usage" in wrong.stderr) == (2, True)
 
 
+def test_two_authorities_are_trusted_by_a_bundle_of_both(certificates, tmp_path):
+    """The steps of docs/operate/security.md to another authority: both, then the new one alone."""
+    folders = {"old": certificates, "new": tmp_path / "next"}
+    subprocess.run([KUBERNETES / "make-certificates", folders["new"]], check=True, timeout=SECONDS, capture_output=True)
+    authorities = {name: (folder / "ca.crt").read_bytes() for name, folder in folders.items()}
+    bundles = {"both": tmp_path / "both.crt", "new": tmp_path / "new.crt"}
+    bundles["both"].write_bytes(authorities["old"] + authorities["new"])
+    bundles["new"].write_bytes(authorities["new"])
+
+    def gets_in(servers, callers, bundle):
+        ours, mine = folders[servers] / "psservice", folders[callers] / "psclient"
+        server = grpc.server(ThreadPoolExecutor(2))
+        health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
+        credentials = ServerCertificates(ours / "tls.crt", ours / "tls.key", bundles[bundle]).credentials
+        port = server.add_secure_port("127.0.0.1:0", credentials)
+        server.start()
+        try:
+            caller = Security(bundles[bundle], mine / "tls.crt", mine / "tls.key", "psservice")
+            return answers(f"127.0.0.1:{port}", caller)
+        except grpc.RpcError:
+            return False
+        finally:
+            server.stop(None).wait()
+
+    for servers in folders:
+        for callers in folders:
+            assert gets_in(servers, callers, "both"), (servers, callers)
+            assert gets_in(servers, callers, "new") == (servers == callers == "new")
+
+
 @pytest.mark.parametrize("script", ["kubernetes/make-certificates", "kubernetes/reshard-job", "slurm/submit"])
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_a_script_says_how_it_is_called_and_does_nothing(script, flag, tmp_path):
