@@ -147,7 +147,7 @@ class Authenticator:
     def _require(self, caller: Caller | None, credentials: Credentials, rpc: str, needed: Role) -> Caller:
         if caller is None:
             if self._roles is not None and not credentials.authorization:
-                raise unnamed(credentials.names, rpc)
+                raise unnamed(credentials.names, rpc, takes_tokens=self._tokens is not None)
             why = "its token is not known" if credentials.authorization else "no token came with it"
             raise Rejected(ErrorCode.UNAUTHENTICATED, f"{rpc} is for callers with a token, and {why}")
         if caller.role < needed:

@@ -70,8 +70,8 @@ def _forms_of(names: CertificateNames) -> list[tuple[str, tuple[str, ...]]]:
     return forms
 
 
-def unnamed(names: CertificateNames, rpc: str) -> Rejected:
-    """Return the refusal of a caller whose certificate no line names."""
+def unnamed(names: CertificateNames, rpc: str, *, takes_tokens: bool) -> Rejected:
+    """Return the refusal of a caller whose certificate no line names; ``takes_tokens``: whether a token would do."""
     shown = [name if len(name) <= _LONGEST_SHOWN else f"{name[:_LONGEST_SHOWN]}…" for name in names.dns + names.uris]
     if shown:
         more = f" and {len(shown) - _MOST_SHOWN} more" if len(shown) > _MOST_SHOWN else ""
@@ -79,7 +79,7 @@ def unnamed(names: CertificateNames, rpc: str) -> Rejected:
     else:
         why = f"no line can name this one: {names.fault}; issue it with a DNS name or a URI"
     what = f"{rpc} is for certificates that the server's --certificate-roles file names, and {why}"
-    return Rejected(ErrorCode.PERMISSION_DENIED, what)
+    return Rejected(ErrorCode.PERMISSION_DENIED, f"{what}, or show a token" if takes_tokens else what)
 
 
 def read_certificate_roles(path: Path) -> CertificateRoles:

@@ -148,6 +148,16 @@ def test_a_token_decides_if_one_is_shown(path, tmp_path, watcher):
         assert refused.value.reason is reason
 
 
+def test_a_caller_without_a_role_is_told_what_would_give_one(path, tmp_path, watcher):
+    tokens = tmp_path / "tokens"
+    tokens.write_text("reader r-token\n")
+    for gate, has_tokens in ((Authenticator(None, watcher, path), False), (Authenticator(tokens, watcher, path), True)):
+        with pytest.raises(Rejected) as refused:
+            gate.authorize(Credentials(names=names("a.example.org", "b.example.org")), "Join", Role.WORKER)
+        assert "add ROLE a.example.org" in refused.value.detail
+        assert refused.value.detail.endswith("or show a token") == has_tokens
+
+
 def test_a_certificate_that_nobody_names_waits_for_a_look_at_the_file(path, watcher):
     gate = Authenticator(None, watcher, path)
     path.write_text("worker new.example.org\n")
