@@ -5,10 +5,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pscore.net.addresses import add_addresses
+from pscore.net.flags import SERVER, add_addresses, add_security
 from pscore.streams import open_missing_streams
 from pscore.units import positive_seconds
 from pscore.version import __version__
+
+_ORDER_SECONDS = 5.0  # for a shard to tell which one it is
+_SECURITY = ("tls_ca", "tls_cert", "tls_key", "token_file", "tls_server_name")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,17 +23,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     save = commands.add_parser(
         "save",
         help="write a running server's model to a safetensors file",
-        epilog="TLS and tokens come from the environment, as for workers: PSCLIENT_TLS_CA, PSCLIENT_TOKEN_FILE, ...",
     )
-    add_addresses(save, "HOST:PORT of each shard, in order; or dns:///HOST:PORT")
+    add_addresses(save, "HOST:PORT of each shard, in any order; or dns:///HOST:PORT", SERVER)
     save.add_argument("--out", type=Path, required=True, metavar="FILE")
     save.add_argument("--timeout", type=positive_seconds, default=30.0, metavar="SECONDS", help="how long to try")
     follow = commands.add_parser(
         "follow",
         help="keep a directory at the newest version of a running training",
-        epilog="TLS and tokens come from the environment, as for workers: PSCLIENT_TLS_CA, PSCLIENT_TOKEN_FILE, ...",
     )
-    add_addresses(follow, "HOST:PORT of each shard, in order; or dns:///HOST:PORT")
+    add_addresses(follow, "HOST:PORT of each shard, in any order; or dns:///HOST:PORT", SERVER)
     follow.add_argument("--out", required=True, metavar="DIR", help="for safetensors files and their index")
     follow.add_argument(
         "--exec",
@@ -57,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     follow.add_argument(
         "--allow-older", action="store_true", help="follow a run that goes back to an older version, too"
     )
+    for each in (save, follow):
+        add_security(each)
     merge = commands.add_parser("merge", help="join the final models of all shards into one file")
     merge.add_argument("parts", nargs="+", type=Path, metavar="PART")
     merge.add_argument("--out", type=Path, required=True, metavar="FILE")
@@ -71,13 +74,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from psclient.rpc import download  # late: the parser answers --help without loading torch
     from pscore.model import modelfile
     from pscore.names import escaped
+    from pscore.net.addresses import AddressError, expand
+    from pscore.net.discovery import in_order
 
     try:
+        if options.command == "merge":
+            modelfile.check_path(options.out)
+            modelfile.write(options.out, modelfile.read_parts(options.parts), {"format": "pt"})
+            print(f"wrote {options.out}")
+            return 0
+        loaded = settings.load(**{name: getattr(options, name) or None for name in _SECURITY})
+        addresses = expand(",".join(options.addresses))
+        if len(addresses) > 1:
+            addresses = tuple(in_order(addresses, loaded.security, _ORDER_SECONDS))
         if options.command == "follow":
             from psclient.reader import command
 
             return command.run(
-                ",".join(options.addresses),
+                ",".join(addresses),
+                loaded,
                 options.out,
                 options.exec,
                 dtype=options.dtype,
@@ -85,12 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 seconds=options.timeout,
                 allow_older=options.allow_older,
             )
-        if options.command == "save":
-            download.save(options.addresses, options.out, settings.load(), patience_seconds=options.timeout)
-        else:
-            modelfile.check_path(options.out)
-            modelfile.write(options.out, modelfile.read_parts(options.parts), {"format": "pt"})
-    except (SparsepsError, modelfile.ModelFileError, OSError) as error:
+        download.save(addresses, options.out, loaded, patience_seconds=options.timeout)
+    except (SparsepsError, AddressError, modelfile.ModelFileError, OSError) as error:
         print(f"psclient: {escaped(str(error))}", file=sys.stderr)
         return 1
     print(f"wrote {options.out}")

@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, YamlConf
 from yaml import YAMLError
 
 from pscore.names import is_url
+from pscore.units import parse_bytes, parse_seconds
 
 _SERVICE_LINK = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
@@ -31,11 +32,14 @@ class LayeredSettings(BaseSettings):
     failure: ClassVar[type[Exception]]
     """Raised if a setting is unknown, its value cannot be, or the YAML file cannot be read."""
 
+    others: ClassVar[tuple[str, ...]] = ()
+    """Variables that begin like a setting and are no setting's, in small letters, without the prefix."""
+
     config: Path | None = setting(None, "YAML file with any of these settings")
 
     def __init__(self, **given: Any) -> None:
         names = type(self).model_fields
-        if lines := unknown_variables(str(self.model_config["env_prefix"]), names):
+        if lines := unknown_variables(str(self.model_config["env_prefix"]), [*names, *self.others]):
             raise self.failure("\n".join(lines))
         try:
             super().__init__(**given)
@@ -73,6 +77,17 @@ class LayeredSettings(BaseSettings):
         annotation = cls.model_fields[info.field_name].annotation
         if annotation in (Path, Path | None) and value is not None and is_url(value):
             raise ValueError(f"{str(value)!r} is a URL; name a path on this machine (a remote disk may be mounted)")
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_units(cls, value: Any, info: Any) -> Any:
+        """Read the text of a duration or a size, as a flag, a variable or a YAML file has it, with its unit."""
+        if isinstance(value, str):
+            if info.field_name.endswith("_seconds"):
+                return parse_seconds(value)
+            if info.field_name.endswith("_bytes"):
+                return parse_bytes(value)
         return value
 
     @classmethod

@@ -27,14 +27,29 @@ MOST_SHARDS_OF_A_HOST = 64
 # The placeholder of a flag's value in --help, by the end of the flag's name, or else by the type of the setting.
 _UNITS = {
     "listen": "HOST:PORT",
-    "-seconds": "SECONDS",
-    "-bytes": "BYTES",
+    "-seconds": "DURATION",
+    "-bytes": "SIZE",
     "--device": "DEVICE",
     "-dir": "DIR",
     "-of": "HOST:PORT",
 }
 _KINDS = {"str": "NAME", "int": "N", "float": "NUMBER", "Path": "FILE"}
 
+
+_GROUPS = {
+    "config": "settings from a file",
+    "listen": "addresses, and who may call",
+    "device": "device and shards",
+    "init": "the run",
+    "relay_of": "relay of another server",
+    "down_mode": "replies and buffers",
+    "end_versions": "the end of the run",
+    "data_dir": "durability",
+    "max_staleness": "staleness",
+    "cut_seconds": "limits",
+    "log_level": "log and process",
+}
+"""Titles of groups of settings in --help, by the first setting of each."""
 
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _NOT_OF_RELAYS = ("init", "run_id", "end_versions", "end_samples", "final_model")
@@ -53,9 +68,13 @@ class ShardSettings:
 
 
 class ServerSettings(LayeredSettings):
-    """Run a server. Each setting is also PSSERVICE_<SETTING> in the environment and a key of the YAML file."""
+    """Run a server. Each setting is also PSSERVICE_<SETTING> in the environment and a key of the YAML file.
+
+    With --check-config nothing is started: the command tells what a start would find, and whether it would succeed.
+    """
 
     failure = SettingsError
+    others = ("endpoints",)
 
     model_config = SettingsConfigDict(
         env_prefix=ENVIRONMENT_PREFIX, frozen=True, extra="forbid", cli_kebab_case=True, cli_implicit_flags=True
@@ -68,6 +87,11 @@ class ServerSettings(LayeredSettings):
     tls_key: Path | None = setting(None, "key (PEM) of that certificate")
     tls_client_ca: Path | None = setting(None, "CA (PEM) of callers' certificates (mutual TLS); refuses others")
     tokens: Path | None = setting(None, "file of bearer tokens, ROLE TOKEN [WORKER] a line; refuses others")
+    certificate_roles: Path | None = setting(
+        None,
+        "file of roles of callers' certificates, ROLE NAME [WORKER] a line: a DNS name or URI of the certificate; "
+        "refuses others; without it, and without --tokens, each certificate is an admin's",
+    )
     insecure: bool = setting(False, "allow unauthenticated callers from beyond loopback, also in plaintext")
     reflection: Literal["auto", "on", "off"] = setting("auto", "gRPC reflection; auto is on for loopback only")
 
@@ -169,6 +193,9 @@ class ServerSettings(LayeredSettings):
 
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least severe message logged")
     log_format: Literal["auto", "json", "text"] = setting("auto", "form of log lines; auto is text on a terminal")
+    audit_log: Path | None = setting(
+        None, "file of JSON lines of operators' and refused calls, which are in the log too; - for stdout"
+    )
     tracing: bool = setting(False, "continue workers' traces, by OpenTelemetry (needs sparseps[tracing])")
     ready_fd: int | None = setting(None, "descriptor that receives a line of JSON with the bound addresses", ge=0)
     parent_pid: int | None = setting(None, "stop when this process is no longer the parent", ge=1)
@@ -199,6 +226,8 @@ class ServerSettings(LayeredSettings):
             raise ValueError("--tls-cert and --tls-key are given together")
         if self.tls_client_ca and not self.tls_cert:
             raise ValueError("--tls-client-ca needs TLS: give --tls-cert and --tls-key")
+        if self.certificate_roles and not self.tls_client_ca:
+            raise ValueError("--certificate-roles needs callers with certificates: give their CA as --tls-client-ca")
         if self.shard_index >= self.num_shards:
             raise ValueError(f"--shard-index {self.shard_index} needs --num-shards above it, not {self.num_shards}")
         for name in ("listen", "health_listen", "metrics_listen"):
@@ -304,7 +333,7 @@ def load(arguments: Sequence[str], command: str = "serve") -> ServerSettings:
         cli_prog_name=f"psservice {command}",
         cli_parse_args=list(arguments),
         cli_hide_none_type=True,
-        add_argument_method=partial(_add_argument, command),
+        add_argument_method=partial(_add_argument, command, {}),
         parse_args_method=_parse,
     )()
     return ServerSettings(**flags)
@@ -324,8 +353,28 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpars
     return parsed
 
 
-def _add_argument(command: str, parser: argparse.ArgumentParser, *flags: str, **options: Any) -> argparse.Action:
-    """Add a flag, with a placeholder of its value instead of the name of a Python type in ``--help``."""
+def group_of(setting_name: str) -> str:
+    """Return the title of the group in which ``--help`` has a setting."""
+    title = ""
+    for name in ServerSettings.model_fields:
+        title = _GROUPS.get(name, title)
+        if name == setting_name:
+            break
+    return title
+
+
+def _add_argument(
+    command: str,
+    groups: dict[str, argparse._ArgumentGroup],
+    parser: argparse.ArgumentParser,
+    *flags: str,
+    **options: Any,
+) -> argparse.Action:
+    """Add a flag to its group, with a placeholder of its value instead of the name of a Python type in ``--help``."""
+    name = flags[0].removeprefix("--").replace("-", "_")
+    if name not in ServerSettings.model_fields:  # --help
+        return parser.add_argument(*flags, **options)
+    title = group_of(name)
     if command == "relay" and flags[0] == "--relay-of":
         flags = ("--of",)
     kind = options.get("metavar")
@@ -333,7 +382,9 @@ def _add_argument(command: str, parser: argparse.ArgumentParser, *flags: str, **
         options["metavar"] = next((unit for end, unit in _UNITS.items() if flags[0].endswith(end)), _KINDS[kind])
     for nothing in (" (default: null)", " (default: )"):
         options["help"] = options["help"].removesuffix(nothing)
-    return parser.add_argument(*flags, **options)
+    if title not in groups:
+        groups[title] = parser.add_argument_group(title)
+    return groups[title].add_argument(*flags, **options)
 
 
 def shown(settings: ServerSettings) -> dict[str, Any]:

@@ -22,6 +22,10 @@ An unknown variable `PSSERVICE_*` or `PSCLIENT_*`, or an unknown key of a file, 
 Kubernetes' variables for a Service called `psservice` or `psclient` (`PSSERVICE_SERVICE_HOST`,
 `PSSERVICE_PORT=tcp://…`) are ignored.
 
+A setting that ends in `_seconds` takes a number of seconds, or a duration with units: `500ms`, `15s`, `5m`, `2h`, `1d`,
+`1h30m`. One that ends in `_bytes` takes a number of bytes, or a size: `64Ki`, `512Mi`, `1Gi` (of 1024), `64k`, `500M`,
+`1G` (of 1000). So do the commands' flags. In Python a setting is a number, or such a text.
+
 """
 
 SERVER = """## The server: `psservice serve`

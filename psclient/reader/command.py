@@ -23,7 +23,17 @@ DTYPES = {"run": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _POLL_SECONDS = 0.5
 
 
-def run(addresses: str, out: str, command: str, *, dtype: str, once: bool, seconds: float, allow_older: bool) -> int:
+def run(
+    addresses: str,
+    security: settings.ClientSettings,
+    out: str,
+    command: str,
+    *,
+    dtype: str,
+    once: bool,
+    seconds: float,
+    allow_older: bool,
+) -> int:
     """Follow until the run is over, SIGINT or SIGTERM; with ``once`` until one version is there, at most ``seconds``.
 
     Returns:
@@ -48,9 +58,7 @@ def run(addresses: str, out: str, command: str, *, dtype: str, once: bool, secon
         if once and made.wait():
             follower.close()
 
-    follower = Follower(
-        addresses, DirectorySink(out, DTYPES[dtype]), settings.load(), allow_older=allow_older, on_cut=tell
-    )
+    follower = Follower(addresses, DirectorySink(out, DTYPES[dtype]), security, allow_older=allow_older, on_cut=tell)
     made.set()
     with follower:
         while not stop.wait(_POLL_SECONDS) and not follower.finished and not follower.is_over:

@@ -3,9 +3,7 @@
 The forms are those of docs/operate/addresses.md; workers and operators read them alike.
 """
 
-import argparse
 import ipaddress
-import os
 import re
 
 MOST_SHARDS = 1024
@@ -110,15 +108,3 @@ def _error(address: str, fault: str) -> AddressError:
 
 def _short(text: str) -> str:
     return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "…")
-
-
-def add_addresses(parser: argparse.ArgumentParser, help_: str) -> None:
-    """Let a command take addresses; without any, they are those of ``PSCLIENT_SERVER``, as a worker's."""
-    servers = os.environ.get("PSCLIENT_SERVER")
-    parser.add_argument(
-        "addresses",
-        nargs="*" if servers else "+",
-        default=[servers] if servers else None,
-        metavar="ADDRESS",
-        help=f"{help_} (PSCLIENT_SERVER)",
-    )

@@ -46,6 +46,22 @@ def find(server: str, security: Security, seconds: float) -> tuple[tuple[str, ..
     return result.addresses, service.security
 
 
+def in_order(addresses: Sequence[str], security: Security, seconds: float) -> Sequence[str]:
+    """Return the addresses of all shards, each named by itself, in the order of their shards, by asking each.
+
+    They stay as they are if one does not answer, or they are not all shards of one run: the caller meets that error.
+    """
+    found = {}
+    for address in addresses:
+        try:
+            with open_channel(address, security) as channel:
+                stub = ParameterServerServiceStub(channel)
+                found[stub.GetStatus(pb.GetStatusRequest(brief=True), timeout=seconds).shard_index] = address
+        except (ChannelError, grpc.RpcError):
+            return addresses
+    return [found[index] for index in sorted(found)] if len(found) == len(addresses) else addresses
+
+
 def in_a_row(address: str, status: pb.GetStatusResponse) -> tuple[str, ...]:
     """Return the address of each shard that has its port in a row with this one, of this status; or this one alone."""
     first, total = split(address)[1] - status.shard_index, status.num_shards

@@ -48,7 +48,10 @@ class ErrorCode(Enum):
     VERSION_IN_FUTURE = ("OUT_OF_RANGE", "the replica belongs to another history; join again and pull everything")
     BUSY = ("RESOURCE_EXHAUSTED", "come back after the delay")
     UNAUTHENTICATED = ("UNAUTHENTICATED", "give the caller a token that the server's --tokens file has")
-    PERMISSION_DENIED = ("PERMISSION_DENIED", "use a token with the role, or of the worker, that the call is for")
+    PERMISSION_DENIED = (
+        "PERMISSION_DENIED",
+        "use a token or certificate of the role, or of the worker, that the call is for",
+    )
     NOT_DURABLE = ("UNAVAILABLE", "come back after the delay; see to the server's disk (--data-dir) if it stays so")
     TOO_STALE = ("ABORTED", "give the update back to the residual, pull, and go on")
     TOO_FAR_AHEAD = ("RESOURCE_EXHAUSTED", "come back after the delay; slower workers catch up meanwhile")

@@ -81,6 +81,7 @@ def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int
     mistyped = [
         *unknown_variables("PSCLIENT_TLS_", ("ca", "cert", "key", "server_name")),
         *unknown_variables("PSCLIENT_TOKEN", ("", "_file")),
+        *unknown_variables("PSSERVICE_ENDP", ("oints",)),
     ]
     if mistyped:
         render.say("\n".join(mistyped), failed=True)

@@ -1,11 +1,10 @@
 """The words of ``psservice``: commands, their flags, and what a flag accepts; ``serve`` reads its own."""
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
-from pscore.net.addresses import add_addresses
+from pscore.net.flags import ENDPOINTS, SERVER, add_addresses, add_security
 from pscore.units import positive_seconds, seconds_or_zero
 from pscore.version import __version__
 
@@ -15,7 +14,7 @@ _BELOW = """\
 addresses:
   HOST:PORT of each shard, in any order; several in one word with commas, or as a range: ps-{0..3}.ps:50051;
   of any one shard of psservice serve --shards; or one name for all shards, looked up once: dns:///ps:50051;
-  without any, those in PSCLIENT_SERVER, as a worker's
+  without any, those in PSSERVICE_ENDPOINTS, or else in PSCLIENT_SERVER, as a worker's
 
 exit status:
   0  done, at every shard
@@ -91,14 +90,6 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
 }
 """The flags that only one command has."""
 
-_SECURITY = {  # the environment is that of the workers
-    "tls-ca": ("CA certificates (PEM) of the server; turns on TLS", Path),
-    "tls-cert": ("own certificate (PEM), for mutual TLS", Path),
-    "tls-key": ("its key (PEM)", Path),
-    "token-file": ("file that holds a bearer token; or PSCLIENT_TOKEN", Path),
-    "tls-server-name": ("name in the server's certificate, if the address has another", str),
-}
-
 
 def command_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; ``serve`` is there for ``--help`` only."""
@@ -137,13 +128,9 @@ def _add_flags(parser: argparse.ArgumentParser, name: str, seconds: float) -> No
     """Add the flags of a command for running servers: its own, and those that all of them have."""
     if name == "evict":
         parser.add_argument("worker", type=_name, metavar="WORKER", help="its name, as psservice workers shows it")
-    add_addresses(parser, "HOST:PORT of each shard")
+    add_addresses(parser, "HOST:PORT of each shard", ENDPOINTS, SERVER)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    for flag, (what, kind) in _SECURITY.items():
-        variable = f"PSCLIENT_{flag.upper().replace('-', '_')}"
-        found, metavar = os.environ.get(variable), "FILE" if kind is Path else "NAME"
-        default = kind(found) if found else None if kind is Path else ""
-        parser.add_argument(f"--{flag}", type=kind, default=default, metavar=metavar, help=f"{what} ({variable})")
+    add_security(parser)
     help_ = f"deadline of each call (default {seconds:g})"
     parser.add_argument("--timeout", type=positive_seconds, default=seconds, metavar="SECONDS", help=help_)
     is_exclusive = name in ("restore", "drain")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from psservice.settings import ServerSettings
 
 EXIT_DONE, EXIT_UNABLE, EXIT_USAGE = 0, 1, 2
+CHECK_CONFIG = "--check-config"
 EXIT_FAILED = 70  # EX_SOFTWARE of sysexits.h
 
 
@@ -35,13 +36,19 @@ def serve(arguments: Sequence[str], command: str = "serve") -> int:
     from psservice import settings
     from psservice.observability import log_lines  # late: see above
 
+    is_check = CHECK_CONFIG in arguments
     try:
-        loaded = settings.load(arguments, command)
+        loaded = settings.load([each for each in arguments if each != CHECK_CONFIG], command)
     except settings.SettingsError as error:
         return failed(command, error, EXIT_USAGE)
     if command == "relay" and not loaded.relay_of:
         return failed(command, "name the server that is relayed: psservice relay --of HOST:PORT", EXIT_USAGE)
-    log_lines.configure(loaded.log_level, loaded.log_format)
+    if is_check:
+        return _check(loaded)
+    try:
+        log_lines.configure(loaded.log_level, loaded.log_format, audit_log=loaded.audit_log)
+    except OSError as error:
+        return failed(command, f"--audit-log {loaded.audit_log} cannot be opened: {error.strerror}")
 
     import psservice.process.server  # noqa: F401 - now, for the shards that are forked to share
     from psservice.process.shard_processes import ShardProcesses
@@ -54,6 +61,21 @@ def serve(arguments: Sequence[str], command: str = "serve") -> int:
     return ShardProcesses(loaded, _serve_shard).run() if loaded.shards > 1 else _serve_shard(loaded)
 
 
+def _check(settings: "ServerSettings") -> int:
+    """Print what a start with these settings would find; return 0 if the server would start, and 1 if not."""
+    from psservice.observability import log_lines
+    from psservice.process.check_config import check
+
+    log_lines.configure("error", settings.log_format)
+    findings = []
+    for finding in check(settings):
+        print(escaped(str(finding)))
+        findings.append(finding)
+    faults = sum(finding.is_fault for finding in findings)
+    print(f"the server would not start: {faults} fault{'s' * (faults > 1)}" if faults else "the server would start")
+    return EXIT_UNABLE if faults else EXIT_DONE
+
+
 def _serve_shard(settings: "ServerSettings", health: "SharedHealth | None" = None) -> int:
     """Serve one shard in this process; with ``health``, one of several that one command serves."""
     from pscore.model.modelfile import ModelFileError
@@ -63,7 +85,7 @@ def _serve_shard(settings: "ServerSettings", health: "SharedHealth | None" = Non
 
     signals = SignalThread(_end_a_start)
     if settings.num_shards > 1:
-        log_lines.configure(settings.log_level, settings.log_format, settings.shard_index)
+        log_lines.configure(settings.log_level, settings.log_format, settings.shard_index, settings.audit_log)
     command = f"serve: shard {settings.shard_index}" if health else "serve"
     try:
         with log_lines.in_thread():

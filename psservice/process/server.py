@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 from enum import Enum
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -105,15 +106,11 @@ class Server:
     def _start_service(self) -> None:
         """Recover the shard, and open the ports of workers and metrics."""
         settings = self.settings
-        if settings.shard_index and not settings.coordinator:
-            raise StartError(f"shard {settings.shard_index} follows shard 0: give shard 0's HOST:PORT as --coordinator")
-        needs_ca = settings.tls_cert is not None and not settings.coordinator_is_here
-        if settings.shard_index and needs_ca and security_of(settings).ca is None:
-            raise StartError("shard 0's certificate cannot be checked: give its CA as --coordinator-ca")
+        require_coordinator(settings)
         try:
             if settings.tracing:
                 tracing.start("psservice", f"shard-{settings.shard_index}")
-            authenticator = Authenticator(settings.tokens, self._watcher)
+            authenticator = Authenticator(settings.tokens, self._watcher, settings.certificate_roles)
             if settings.tls_cert and settings.tls_key:
                 self._certificates = ServerCertificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
                 self._certificates.check()
@@ -131,7 +128,9 @@ class Server:
         handlers = [self._dispatcher.service, self._health.check_handler()]
         is_local = is_loopback(split_address(settings.listen)[0])
         if settings.reflection == "on" or (settings.reflection == "auto" and is_local):
-            handlers += reflection_handlers((SERVICE.full_name, health.SERVICE_NAME), authenticator)
+            handlers += reflection_handlers(
+                (SERVICE.full_name, health.SERVICE_NAME), authenticator, self._dispatcher.audit
+            )
         if settings.metrics_listen:
             self.metrics_address = self._start_web(operators)
         credentials = self._certificates.credentials if self._certificates else None
@@ -142,6 +141,7 @@ class Server:
 
         self.address = self._listen(settings.listen, "--listen", open_workers_port)
         if settings.coordinator_is_here and self.shard.is_coordinator:
+            _require_private(Path(settings.coordinator.removeprefix("unix:")).parent)
             self._shards_port, _ = self._loop.run(open_port(settings.coordinator, handlers, None))
         if settings.relay_of:
             self._relay = Relay(self.shard)
@@ -274,6 +274,27 @@ class Server:
                 f"cannot listen on {self.settings.metrics_listen} (--metrics-listen; empty turns it off): {error}"
             ) from error
         return at_port(self.settings.metrics_listen, self._web.server_port)
+
+
+def _require_private(folder: Path) -> None:
+    """Require that no other user can enter a folder: whoever calls by a socket in it is taken for a shard."""
+    try:
+        mode = folder.stat().st_mode
+    except OSError as error:
+        raise StartError(f"cannot listen in {folder} (--coordinator): {error.strerror}") from error
+    if mode & 0o077:
+        raise StartError(
+            f"{folder} has the socket of shards (--coordinator), and others may enter it: chmod 700 {folder}"
+        )
+
+
+def require_coordinator(settings: ServerSettings) -> None:
+    """Require that every shard but shard 0 knows shard 0, and can check its certificate; raises :class:`StartError`."""
+    if settings.shard_index and not settings.coordinator:
+        raise StartError(f"shard {settings.shard_index} follows shard 0: give shard 0's HOST:PORT as --coordinator")
+    needs_ca = settings.tls_cert is not None and not settings.coordinator_is_here
+    if settings.shard_index and needs_ca and security_of(settings).ca is None:
+        raise StartError("shard 0's certificate cannot be checked: give its CA as --coordinator-ca")
 
 
 def device_of(settings: ServerSettings) -> torch.device:

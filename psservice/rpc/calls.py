@@ -18,7 +18,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.awaiting import NotYetError
 from psservice.memory_budget import Reservation
 from psservice.rpc import bounds
-from psservice.rpc.auth import Caller, Role
+from psservice.rpc.caller import Caller, Role
 from psservice.rpc.charges import decoded_bytes
 from psservice.settings import ServerSettings
 from psservice.values import Identity

@@ -19,7 +19,6 @@ import grpc.aio
 import torch
 from google.protobuf.message import Message
 
-from pscore.names import escaped
 from pscore.telemetry import tracing
 from pscore.telemetry.span import NO_SPAN, TRACEPARENT
 from pscore.wire.errors import ErrorCode, Rejected, to_status
@@ -27,7 +26,9 @@ from pscore.wire.frames import FRAMING_BYTES
 from pscore.wire.messages import SHARD_HEADER
 from psservice.awaiting import NotYetError
 from psservice.memory_budget import MemoryBudget
-from psservice.rpc.auth import Authenticator, Caller
+from psservice.rpc.audit import AuditTrail
+from psservice.rpc.auth import Authenticator, Credentials
+from psservice.rpc.caller import Caller
 from psservice.rpc.calls import (
     RULES,
     SERVICE,
@@ -56,7 +57,6 @@ from psservice.shard.shard import Shard
 from psservice.values import Identity
 
 log = logging.getLogger(__name__)
-audit = logging.getLogger("psservice.audit")
 
 Result = TypeVar("Result")
 
@@ -89,6 +89,7 @@ class Dispatcher:
 
     Attributes:
         service: the service's handler for a gRPC server.
+        audit: writes who has called.
     """
 
     def __init__(self, handlers: dict[str, Handler], authenticator: Authenticator, shard: Shard) -> None:
@@ -105,6 +106,7 @@ class Dispatcher:
         self._joins = asyncio.Semaphore(_MOST_JOINS)
         self._read_turns = Turns(_READERS_A_ROUND)
         self._penalty = Penalty()
+        self.audit = AuditTrail(authenticator)
         self._held_back = 0  # calls that have ended, of callers that make many mistakes
         self._request_budget = MemoryBudget(_REQUEST_BYTES)  # pushes may fill the shard's: leases are renewed
         self._join_budget = MemoryBudget(_REQUEST_BYTES)  # else joins that wait would keep renewals out
@@ -156,12 +158,14 @@ class Dispatcher:
     async def _serve_or_refuse(self, rpc: str, handler: Handler, context: Any) -> None:
         """Serve a call; end one that fails with its status, later if its caller makes many of them."""
         opened: OpenCall | None = None
+        credentials: Credentials | None = None
         wait = 0.0
         try:
-            caller = await self._authenticator.admit(context.invocation_metadata(), rpc, RULES[rpc].role)
+            credentials = self._authenticator.credentials_of(context)
+            caller = await self._authenticator.admit(credentials, rpc, RULES[rpc].role)
             with self._admitted(rpc, caller, context) as opened:
                 if opened.rule.stays_open:
-                    await self._serve_requests(opened, handler)
+                    await self._serve_requests(opened, handler, credentials)
                 else:
                     await self._serve_request(opened, handler)
             return
@@ -169,10 +173,8 @@ class Dispatcher:
             if is_fault(refusal):
                 wait = self._penalty.seconds(context.peer(), 0 if opened is None else opened.call.received_bytes)
             self._metrics.refusals.labels(reason=refusal.reason.name).inc()
-            level = logging.INFO if refusal.retry_seconds is None else logging.DEBUG
-            reason = {"reason": refusal.reason.name, "detail": refusal.detail}
             if opened is None or not opened.rule.is_audited:
-                log.log(level, "refused", extra={"rpc": rpc, "peer": context.peer(), **reason})
+                self.audit.refused(rpc, context, credentials, refusal)
             end = partial(context.abort_with_status, to_status(refusal))
         except StalledError as stalled:
             self._metrics.calls_cut.labels(rpc=rpc, why=str(stalled)).inc()
@@ -263,23 +265,20 @@ class Dispatcher:
         if not opened.rule.is_audited:
             await serving
             return
-        outcome, detail = "OK", {}
         try:
             await serving
         except BaseException as error:
-            outcome = error.reason.name if isinstance(error, Rejected) else type(error).__name__
-            detail = {"detail": error.detail} if isinstance(error, Rejected) else {}
+            self.audit.operators_call(opened.call, opened.context, error)
             raise
-        finally:
-            if opened.call.audit is not None or outcome != "OK":
-                _audit(opened, {"outcome": outcome, **detail})
+        if opened.call.audit is not None:
+            self.audit.operators_call(opened.call, opened.context, None)
 
-    async def _serve_requests(self, opened: OpenCall, handler: Handler) -> None:
+    async def _serve_requests(self, opened: OpenCall, handler: Handler, credentials: Credentials) -> None:
         """Serve the requests of a stream that stays open, one after another."""
-        metadata, rpc = opened.context.invocation_metadata(), opened.call.rpc
+        rpc = opened.call.rpc
         answer = self._read_stream if opened.rule.in_parts else self._in_turn
         while (first := await self._read_idle(opened)) is not None:
-            caller = await self._authenticator.admit(metadata, rpc, opened.rule.role)  # its line may have changed
+            caller = await self._authenticator.admit(credentials, rpc, opened.rule.role)  # its line may have changed
             opened.call = Call(rpc, caller)
             opened.started, opened.is_answered = opened.loop.time(), False
             await self._measured(opened, answer(opened, handler, first))
@@ -496,14 +495,3 @@ class Dispatcher:
         now, end = opened.loop.time(), opened.started + self._settings.stream_seconds
         until, why = (now + idle, f"idle_{what}") if now + idle <= end else (end, "too_long")
         return opened.wait(client, until, why)
-
-
-def _audit(opened: OpenCall, ended: dict[str, str]) -> None:
-    """Write who has made a call, and how it ended, to the log."""
-    call, context = opened.call, opened.context
-    who = {"peer": context.peer(), "role": call.caller.role.name.lower()}
-    if call.caller.token:
-        who["token"] = call.caller.token
-    if names := context.auth_context().get("x509_common_name"):
-        who["certificate"] = escaped(names[0].decode("utf-8", "replace"))
-    audit.info("an operator's call", extra={"rpc": call.rpc, **(call.audit or {}), **who, **ended})

@@ -18,7 +18,9 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from pscore.wire.errors import Rejected, to_status
-from psservice.rpc.auth import Authenticator, Role
+from psservice.rpc.audit import AuditTrail
+from psservice.rpc.auth import Authenticator
+from psservice.rpc.caller import Role
 from psservice.rpc.ports import OPTIONS
 
 LIVENESS = "liveness"
@@ -135,7 +137,9 @@ class Health:
         return grpc.method_handlers_generic_handler(health.SERVICE_NAME, methods)
 
 
-def reflection_handlers(services: Sequence[str], authenticator: Authenticator) -> list[grpc.GenericRpcHandler]:
+def reflection_handlers(
+    services: Sequence[str], authenticator: Authenticator, audit: AuditTrail
+) -> list[grpc.GenericRpcHandler]:
     """Return handlers of v1 and v1alpha, which have the same messages, for callers with the role of a reader.
 
     ``services`` are the full names of the services to describe, beside reflection itself.
@@ -148,12 +152,14 @@ def reflection_handlers(services: Sequence[str], authenticator: Authenticator) -
             yield reflection_pb2.ServerReflectionRequest.FromString(raw)
 
     async def serve(_: Any, context: Any) -> None:
+        credentials = authenticator.credentials_of(context)
         try:
-            await authenticator.admit(context.invocation_metadata(), _REFLECTION_RPC, Role.READER)
+            await authenticator.admit(credentials, _REFLECTION_RPC, Role.READER)
             async with asyncio.timeout(_REFLECTION_SECONDS):
                 async for response in servicer.ServerReflectionInfo(requests(context), context):  # type: ignore[attr-defined]
                     await context.write(response.SerializeToString())
         except Rejected as refusal:
+            audit.refused(_REFLECTION_RPC, context, credentials, refusal)
             await context.abort_with_status(to_status(refusal))
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"reflection ends after {_REFLECTION_SECONDS:.0f} s")

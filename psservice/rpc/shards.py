@@ -17,7 +17,8 @@ from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psservice.awaiting import NotYetError
 from psservice.cuts.cuts import Part
 from psservice.feed.relayed_shard import RelayedShard
-from psservice.rpc.auth import Authenticator, Role
+from psservice.rpc.auth import Authenticator
+from psservice.rpc.caller import Role
 from psservice.rpc.calls import Call
 from psservice.settings import ServerSettings
 from psservice.shard.following import follow, news_of

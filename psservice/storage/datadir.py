@@ -38,7 +38,7 @@ class DataDir:
         self.path = settings.data_dir / f"shard-{settings.shard_index}-of-{settings.num_shards}"
         self._snapshots, self._journals = self.path / "snapshots", self.path / "journal"
         if settings.init is None and not snapshots.newest_number(self.files, self._snapshots):
-            _require_same_number(self.files, settings.data_dir, str(settings.num_shards))
+            require_same_number(self.files, settings.data_dir, str(settings.num_shards))
         self._journal: Journal | None = None
         self._lock_file = LockFile(self.path, self.files)
         self._number = 0
@@ -178,7 +178,7 @@ class DataDir:
         self._lock_file.close()
 
 
-def _require_same_number(files: Files, data_dir: Path, ours: str) -> None:
+def require_same_number(files: Files, data_dir: Path, ours: str) -> None:
     """Raise :class:`StorageError` if a run with another number of shards has a directory."""
     for name in files.list(data_dir):
         number = name.rpartition("-of-")[2] if name.startswith("shard-") else ours

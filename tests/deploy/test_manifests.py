@@ -10,6 +10,9 @@ import yaml
 
 from psclient.settings import ClientSettings
 from pscore.version import __version__
+from psservice.rpc.caller import Role
+from psservice.rpc.certificate_names import CertificateNames
+from psservice.rpc.certificate_roles import read_certificate_roles
 from psservice.settings import ServerSettings, split_address
 from tests.deploy import manifests
 from tests.deploy.manifests import KUBERNETES, OVERLAYS, ROOT, SECURE, build, container, environment, one, pods
@@ -332,6 +335,43 @@ def test_only_cpu_dev_lets_everybody_in(overlay, monkeypatch, tmp_path):
     for template in [manifests.server(overlay), *manifests.workers(overlay)]:
         variables = environment(overlay, template)
         assert {"PSCLIENT_TLS_CA", "PSCLIENT_TLS_CERT", "PSCLIENT_TLS_KEY"} <= set(variables)
+
+
+def roles_of(overlay, tmp_path):
+    """What the shards' file says of certificates, from where they read it."""
+    template = manifests.server(overlay)
+    path = environment(overlay, template)["PSSERVICE_CERTIFICATE_ROLES"]
+    mount = next(m for m in container(template)["volumeMounts"] if path.startswith(f"{m['mountPath']}/"))
+    assert "subPath" not in mount  # the kubelet would never bring a change
+    volume = next(v for v in template["spec"]["volumes"] if v["name"] == mount["name"])
+    data = one(overlay, "ConfigMap", volume["configMap"]["name"])["data"]
+    (tmp_path / "roles").write_text(data[path.rpartition("/")[2]])
+    return read_certificate_roles(tmp_path / "roles")
+
+
+@pytest.mark.parametrize("overlay", SECURE)
+def test_a_workers_certificate_is_a_workers_and_no_administrators(overlay, tmp_path):
+    roles = roles_of(overlay, tmp_path)
+    names = {each["spec"]["secretName"]: each["spec"]["dnsNames"] for each in certificates_of("mtls")}
+    mounted = set()
+    for template in manifests.workers(overlay):
+        secrets = [volume["secret"]["secretName"] for volume in template["spec"]["volumes"] if "secret" in volume]
+        assert secrets == ["psclient-tls"]
+        mounted.update(secrets)
+    for secret, role in (
+        ("psservice-tls", Role.ADMIN),
+        ("psclient-tls", Role.WORKER),
+        ("psreader-tls", Role.READER),
+        ("psadmin-tls", Role.ADMIN),
+    ):
+        assert roles.caller(CertificateNames(tuple(names[secret]))).role is role
+    if overlay != "mtls-secret":
+        assert {each["spec"]["secretName"] for each in certificates_of(overlay)} == {*names}
+
+
+def certificates_of(overlay):
+    """The certificates of shards and callers that cert-manager makes."""
+    return [each for each in build(overlay) if each["kind"] == "Certificate" and "isCA" not in each["spec"]]
 
 
 def test_a_gpu_overlay_asks_for_gpus(monkeypatch, tmp_path):

@@ -16,9 +16,11 @@ import yaml
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 import psclient
+from psclient.errors import AccessError
 from psclient.rpc.local_server import LocalServer
 from psclient.settings import ClientSettings, worker_name
 from pscore.net.channels import Security, open_channel
+from psservice.cli.main import main
 from psservice.rpc.certificates import ServerCertificates
 from psservice.settings import ServerSettings
 from tests.deploy import manifests
@@ -122,6 +124,80 @@ def test_certificates_may_have_further_names_and_addresses(certificates, tmp_pat
     assert added == {"ps.example.org", "IP Address:10.0.0.5", "IP Address:FD00:0:0:0:0:0:0:5"}
     wrong = subprocess.run([*script, "--host"], timeout=SECONDS, capture_output=True, text=True)
     assert (wrong.returncode, "usage" in wrong.stderr) == (2, True)
+
+
+def test_each_certificate_has_the_role_of_its_folder(certificates, tmp_path):
+    """With the file of roles that the script writes, at a real server, on three workers' own certificates."""
+    folder = tmp_path / "certificates"
+    script = [KUBERNETES / "make-certificates", folder, "--host", "127.0.0.1"]
+    workers = [f"site-{letter}-0" for letter in "abc"]
+    for names in (workers[:2], workers[2:]):  # the second time makes all of them again
+        flags = [word for name in names for word in ("--worker", name)]
+        subprocess.run([*script, *flags], check=True, timeout=SECONDS, capture_output=True)
+    roles = (folder / "certificate-roles").read_text().splitlines()
+    assert roles[-3:] == [f"worker {name}.sparseps-worker {name}" for name in workers]
+    ours = {"tls_cert": folder / "psservice" / "tls.crt", "tls_key": folder / "psservice" / "tls.key"}
+    secured = {**ours, "tls_client_ca": folder / "ca.crt", "certificate_roles": folder / "certificate-roles"}
+
+    def files(who):
+        names = {"tls_ca": "ca.crt", "tls_cert": "tls.crt", "tls_key": "tls.key"}
+        return {setting: folder / who / name for setting, name in names.items()}
+
+    def step(who, worker):
+        model = make_model(batch_norm=False)
+        settings = QUICK.model_copy(update=files(who))
+        options = {"lr": 0.05, "model": model, "server": server.server, "worker": worker, "settings": settings}
+        with psclient.ASGD(model.parameters(), **options) as optimizer:
+            train_step(model, optimizer, *make_data())
+
+    def operate(who, *words):
+        flags = [f"--{name.replace('_', '-')}={path}" for name, path in files(who).items()]
+        return main([*words, server.addresses[0], *flags])
+
+    with LocalServer(**secured) as server:
+        for name in workers:
+            step(f"worker-{name}", name)
+        step("psclient", "anybody")
+        for who, worker in (("worker-site-a-0", "site-b-0"), ("psreader", "w"), ("psservice", "w")):
+            with pytest.raises(AccessError):
+                step(who, worker)
+        assert {who: operate(who, "drain") for who in ("psclient", "worker-site-a-0", "psreader", "psservice")} == {
+            "psclient": 3, "worker-site-a-0": 3, "psreader": 3, "psservice": 3,
+        }  # fmt: skip
+        assert operate("psreader", "status") == 0
+        assert operate("psadmin", "drain") == 0
+    wrong = subprocess.run([*script, "--worker", "A B"], timeout=SECONDS, capture_output=True, text=True)
+    assert (wrong.returncode, "usage" in wrong.stderr) == (2, True)
+
+
+def test_two_authorities_are_trusted_by_a_bundle_of_both(certificates, tmp_path):
+    """The steps of docs/operate/security.md to another authority: both, then the new one alone."""
+    folders = {"old": certificates, "new": tmp_path / "next"}
+    subprocess.run([KUBERNETES / "make-certificates", folders["new"]], check=True, timeout=SECONDS, capture_output=True)
+    authorities = {name: (folder / "ca.crt").read_bytes() for name, folder in folders.items()}
+    bundles = {"both": tmp_path / "both.crt", "new": tmp_path / "new.crt"}
+    bundles["both"].write_bytes(authorities["old"] + authorities["new"])
+    bundles["new"].write_bytes(authorities["new"])
+
+    def gets_in(servers, callers, bundle):
+        ours, mine = folders[servers] / "psservice", folders[callers] / "psclient"
+        server = grpc.server(ThreadPoolExecutor(2))
+        health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
+        credentials = ServerCertificates(ours / "tls.crt", ours / "tls.key", bundles[bundle]).credentials
+        port = server.add_secure_port("127.0.0.1:0", credentials)
+        server.start()
+        try:
+            caller = Security(bundles[bundle], mine / "tls.crt", mine / "tls.key", "psservice")
+            return answers(f"127.0.0.1:{port}", caller)
+        except grpc.RpcError:
+            return False
+        finally:
+            server.stop(None).wait()
+
+    for servers in folders:
+        for callers in folders:
+            assert gets_in(servers, callers, "both"), (servers, callers)
+            assert gets_in(servers, callers, "new") == (servers == callers == "new")
 
 
 @pytest.mark.parametrize("script", ["kubernetes/make-certificates", "kubernetes/reshard-job", "slurm/submit"])

@@ -12,10 +12,10 @@ from psservice.rpc import auth
 from psservice.rpc.auth import (
     ANONYMOUS_ADMIN,
     Authenticator,
-    Caller,
-    Role,
+    Credentials,
     read_tokens,
 )
+from psservice.rpc.caller import Caller, Role
 from psservice.rpc.calls import RULES, SERVICE, Call, check
 from psservice.rpc.file_watcher import FileWatcher
 from psservice.rpc.watched_files import SecurityError
@@ -38,7 +38,7 @@ def watcher():
 
 
 def shown(token, scheme="Bearer"):
-    return [("user-agent", "test"), ("authorization", f"{scheme} {token}")]
+    return Credentials(f"{scheme} {token}")
 
 
 def reason_of(call, *arguments):
@@ -67,18 +67,18 @@ def test_a_token_allows_what_its_role_may(rpc, token, role, tokens, watcher):
 
 
 @pytest.mark.parametrize(
-    "metadata",
-    [[], shown("wrong"), shown(""), shown("w-token", "Basic"), [("authorization", "w-token")], shown("W-TOKEN")],
+    "credentials",
+    [Credentials(), shown("wrong"), shown(""), shown("w-token", "Basic"), Credentials("w-token"), shown("W-TOKEN")],
 )
-def test_nobody_gets_in_without_a_known_token(metadata, tokens, watcher):
+def test_nobody_gets_in_without_a_known_token(credentials, tokens, watcher):
     assert (
-        reason_of(Authenticator(tokens, watcher).authorize, metadata, "GetStatus", Role.READER)
+        reason_of(Authenticator(tokens, watcher).authorize, credentials, "GetStatus", Role.READER)
         is ErrorCode.UNAUTHENTICATED
     )
 
 
 def test_without_a_token_file_everybody_gets_in():
-    assert Authenticator(None, FileWatcher()).authorize([], "RestoreModel", Role.ADMIN) is ANONYMOUS_ADMIN
+    assert Authenticator(None, FileWatcher()).authorize(Credentials(), "RestoreModel", Role.ADMIN) is ANONYMOUS_ADMIN
 
 
 def test_a_token_may_be_that_of_one_worker(tokens, watcher):
@@ -173,7 +173,7 @@ def test_few_calls_wait_for_a_file_that_cannot_be_read_and_no_call_without_a_tok
     async def scenario():
         waiting = [asyncio.ensure_future(gate.admit(shown("new"), "Join", Role.WORKER)) for _ in range(2)]
         await asyncio.sleep(0)
-        for metadata in (shown("new"), []):
+        for metadata in (shown("new"), Credentials()):
             with pytest.raises(Rejected) as refused:
                 await gate.admit(metadata, "Join", Role.WORKER)
             assert refused.value.reason is ErrorCode.UNAUTHENTICATED

@@ -33,6 +33,17 @@ def test_a_shard_that_cannot_check_shard_0_does_not_start(files):
         serve(files, 1, coordinator="127.0.0.1:1")
 
 
+def test_a_socket_of_shards_that_others_may_enter_does_not_open(files):
+    (files / "socket").mkdir()
+    for mode, starts in ((0o750, False), (0o701, False), (0o700, True)):
+        (files / "socket").chmod(mode)
+        if starts:
+            serve(files, 0, coordinator=f"unix:{files / 'socket' / 'shard-0'}").stop()
+            continue
+        with pytest.raises(StartError, match="chmod 700"):
+            serve(files, 0, coordinator=f"unix:{files / 'socket' / 'shard-0'}")
+
+
 def test_shard_0_follows_nobody_if_its_own_address_is_set_for_all_shards(files):
     first = serve(files, 0, coordinator="127.0.0.1:1")
     try:

@@ -14,6 +14,7 @@ import trustme
 from psclient import DirectorySink, Follower, LocalServer, Publisher
 from psclient.settings import ClientSettings
 from psservice.cli.main import main
+from tests.certificates import dns, ip, write
 from tests.system.following.following_tools import READING, SECONDS, training
 from tests.system.line import Line
 from tests.system.publishing.publishing_tools import QUIET, change, odd_tensors
@@ -83,6 +84,37 @@ def test_a_relay_of_a_secured_source_has_secured_readers(authorities, tmp_path, 
         for role, reason in (("reader", "PERMISSION_DENIED"), ("admin", "relay")):
             assert main(["finish", *secure, "--token-file", str(tmp_path / "relay" / role)]) == 3
             assert reason in capsys.readouterr().err
+
+
+def test_a_relay_and_its_readers_are_known_by_their_certificates(authorities, tmp_path, capsys):
+    """Source and relay have roles of certificates and no tokens; so has each of their shards."""
+    authority = authorities["source"]
+    (tmp_path / "roles").write_text("reader a-relay\nreader a-reader\nworker a-publisher\n")
+    server = write(authority, tmp_path, "server", dns("localhost"), ip("127.0.0.1"))
+    asks = {"tls_cert": server["tls_cert"], "tls_key": server["tls_key"], "tls_client_ca": server["tls_ca"]}
+    asks["certificate_roles"] = tmp_path / "roles"
+    named = {"tls_server_name": "localhost"}
+
+    def shows(name):
+        return write(authority, tmp_path, name, dns(name))
+
+    relays = {setting.replace("tls", "relay"): path for setting, path in shows("a-relay").items()}
+    tensors, log = odd_tensors(), tmp_path / "log"
+    with (
+        LocalServer(shards=2, cut_seconds=0.02, **asks) as source,
+        Publisher(source, settings=settings_of(shows("a-publisher"), **named)) as publisher,
+        log.open("w") as stream,
+        LocalServer(shards=2, cut_seconds=0.02, relay_of=source.server, log_to=stream, **asks, **relays) as relay,
+    ):
+        publisher.publish(tensors)
+        reader = settings_of(shows("a-reader"), **named)
+        with Follower(relay, DirectorySink(tmp_path / "model"), reader) as follower:
+            follower.wait_for(0, SECONDS)
+            change(tensors, 1)
+            publisher.publish(tensors)
+            follower.wait_for(1, SECONDS)
+        (tmp_path / "roles").write_text("reader a-reader\nworker a-publisher\n")  # no line for the relay
+        wait_until(lambda: "--certificate-roles" in log.read_text(), SECONDS)
 
 
 @pytest.mark.parametrize(
