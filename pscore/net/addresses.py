@@ -7,6 +7,7 @@ import argparse
 import ipaddress
 import os
 import re
+from collections.abc import Sequence
 
 MOST_SHARDS = 1024
 """A longer list is a slip, as ``{0..99999}``."""
@@ -112,13 +113,21 @@ def _short(text: str) -> str:
     return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "…")
 
 
-def add_addresses(parser: argparse.ArgumentParser, help_: str) -> None:
-    """Let a command take addresses; without any, they are those of ``PSCLIENT_SERVER``, as a worker's."""
+def add_addresses(parser: argparse.ArgumentParser, help_: str, or_else: str = "") -> None:
+    """Let a command take addresses; without any, they are those of ``PSCLIENT_SERVER``, as a worker's.
+
+    ``or_else`` is a flag that asks no server: then there may be none, and :func:`named_addresses` reads them.
+    """
     servers = os.environ.get("PSCLIENT_SERVER")
     parser.add_argument(
         "addresses",
-        nargs="*" if servers else "+",
-        default=[servers] if servers else None,
+        nargs="*" if servers or or_else else "+",
+        default=[servers] if servers and not or_else else None,
         metavar="ADDRESS",
-        help=f"{help_} (PSCLIENT_SERVER)",
+        help=f"{help_} (PSCLIENT_SERVER){', or ' + or_else if or_else else ''}",
     )
+
+
+def named_addresses(named: Sequence[str]) -> list[str]:
+    """Return the addresses that a command was given, or those of ``PSCLIENT_SERVER``; there may be none."""
+    return [*named] or [each for each in [os.environ.get("PSCLIENT_SERVER", "")] if each]

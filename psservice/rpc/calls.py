@@ -94,7 +94,9 @@ RULES: dict[str, Rule] = {
     "FinishRun": Rule(Role.WORKER, Lane.FINISH, is_audited=True),  # of every worker that leaves; waits for a file
     "TakeSnapshot": Rule(Role.ADMIN, Lane.OPERATOR, is_audited=True),
     "ListCheckpoints": Rule(Role.READER, Lane.OPERATOR),
+    "PinCheckpoint": Rule(Role.ADMIN, Lane.OPERATOR, is_audited=True),
     "DeleteCheckpoint": Rule(Role.ADMIN, Lane.OPERATOR, is_audited=True),
+    "ReadCheckpoint": Rule(Role.ADMIN, Lane.OPERATOR, is_audited=True),
     "RestoreModel": Rule(Role.ADMIN, Lane.OPERATOR, is_audited=True),
     "Drain": Rule(Role.ADMIN, Lane.OPERATOR, is_audited=True),
     "EvictWorker": Rule(Role.ADMIN, Lane.OPERATOR, is_audited=True),
