@@ -56,7 +56,7 @@ class FileDigest(_Strict):
     """Size and SHA-256 (hexadecimal) that a file must have."""
 
     bytes: Annotated[int, Field(ge=1, le=_MOST_TENSOR_BYTES)]
-    sha256: Annotated[str, Field(pattern=r"\A[0-9a-f]{64}\Z")]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class ShardBackup(_Strict):
