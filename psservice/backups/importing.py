@@ -143,7 +143,7 @@ def _claimed(staging: Path, manifest: BackupManifest, data_dir: Path, folders: S
         except OSError as error:
             raise BackupError(f"another import into {data_dir} is running; wait for it") from error
         for each in DISK.list(staging):  # of an import that broke off
-            if each not in ("lock", BACKUP_NAME):
+            if (staging / each).is_dir():
                 shutil.rmtree(staging / each)
         try:
             (staging / f"{BACKUP_NAME}.new").write_bytes(manifest.to_bytes())

@@ -30,7 +30,7 @@ class Store:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/") or url
         try:
-            self._files, self._root = fsspec.core.url_to_fs(self.url)
+            self._files, self._root = fsspec.core.url_to_fs(self.url, skip_instance_cache=True)
         except ImportError as error:
             scheme = url.partition(":")[0]
             advice = _ABSENT.get(scheme, "install what fsspec needs for it")
@@ -46,9 +46,14 @@ class Store:
 
     def checkpoints(self) -> list[str]:
         """Return the checkpoints of which the store has something, a backup or the rest of one."""
-        with self._reading(self.url):
-            self._files.invalidate_cache()
-            entries = self._files.ls(self._root, detail=True)
+        try:
+            with self._reading(escaped(self.url)):
+                self._files.invalidate_cache()
+                entries = self._files.ls(self._root, detail=True)
+        except _AbsentError:
+            if self._is_local:
+                raise
+            return []  # a folder of an object store is there once something is in it
         names = [str(each["name"]).rstrip("/").rpartition("/")[2] for each in entries if each["type"] == "directory"]
         return sorted(name for each in names if folder_of(name := unquote(each), most=None) == each)
 
