@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from pscore.version import __version__
 from psservice.backups.manifest import (
+    MOST_MANIFEST_BYTES,
+    MOST_TENSOR_BYTES,
     BackupError,
     BackupManifest,
     FileDigest,
@@ -56,6 +58,8 @@ def read_shard(address: str, parts: Iterator[FileHead | bytes], sink: Sink) -> R
         if not isinstance(head, tuple) or head[0] != name:
             raise BackupError(f"{address} does not send {name} in its turn: it is no server of this release")
         nbytes, kept = head[1], bytearray()
+        if not 0 < nbytes <= (MOST_MANIFEST_BYTES if name == MANIFEST_NAME else MOST_TENSOR_BYTES):
+            raise BackupError(f"{address} has {name} with {nbytes} bytes, which no checkpoint has")
         digest, crc, left = hashlib.sha256(), 0, nbytes
         with sink(name, nbytes) as write:
             while left:
@@ -77,6 +81,8 @@ def read_shard(address: str, parts: Iterator[FileHead | bytes], sink: Sink) -> R
                 "shard's disk; take another one"
             )
         digests[name] = FileDigest(bytes=nbytes, sha256=digest.hexdigest())
+    if next(parts, None) is not None:
+        raise BackupError(f"{address} sends more than the files of a checkpoint: it is no server of this release")
     assert manifest is not None
     return ReadShard(manifest, digests)
 

@@ -21,10 +21,11 @@ BACKUP_NAME = "backup.json"
 MOST_BACKUP_BYTES = 16 << 20
 """Of a backup's manifest."""
 
+MOST_MANIFEST_BYTES, MOST_TENSOR_BYTES = 256 << 20, 1 << 50
+"""Of a shard's manifest, which is read whole, and of its tensors."""
+
 _FORMAT: Literal[1] = 1
 _MOST_SHARDS = 4096
-_MOST_MANIFEST_BYTES = 256 << 20  # of one shard: it is read whole
-_MOST_TENSOR_BYTES = 1 << 50
 _LATEST = 1e12  # Unix seconds
 
 
@@ -55,7 +56,7 @@ class _Strict(BaseModel):
 class FileDigest(_Strict):
     """Size and SHA-256 (hexadecimal) that a file must have."""
 
-    bytes: Annotated[int, Field(ge=1, le=_MOST_TENSOR_BYTES)]
+    bytes: Annotated[int, Field(ge=1, le=MOST_TENSOR_BYTES)]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -113,8 +114,8 @@ class BackupManifest(_Strict):
 
     @model_validator(mode="after")
     def _require_whole(self) -> "BackupManifest":
-        if any(each.manifest.bytes > _MOST_MANIFEST_BYTES for each in self.shards):
-            raise ValueError(f"a shard's {MANIFEST_NAME} has more than {_MOST_MANIFEST_BYTES} bytes")
+        if any(each.manifest.bytes > MOST_MANIFEST_BYTES for each in self.shards):
+            raise ValueError(f"a shard's {MANIFEST_NAME} has more than {MOST_MANIFEST_BYTES} bytes")
         end = 0
         for index, each in enumerate(self.shards):
             if each.start != end:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from psservice.backups.exporting import into_nothing, read_shard
 from psservice.backups.manifest import BACKUP_NAME, MOST_BACKUP_BYTES, BackupError, BackupManifest
 from psservice.cli import main as cli
 from psservice.storage.manifest import Manifest
@@ -193,3 +194,42 @@ def _good_bytes(factory):
     if not hasattr(_good_bytes, "found"):
         _good_bytes.found = (store_with_backup(factory.mktemp("good")) / NAME / BACKUP_NAME).read_bytes()
     return _good_bytes.found
+
+
+# Servers that lie to an export
+
+
+def sent(store):
+    """Return what an honest shard 0 sends: names and sizes, and the bytes behind each."""
+    folder = store / NAME / "shard-0-of-2"
+    found = []
+    for name in ("manifest.json", "state.safetensors"):
+        data = (folder / name).read_bytes()
+        found += [(name, len(data)), data]
+    return found
+
+
+LIES = {
+    "nothing": lambda parts: [],
+    "bytes first": lambda parts: [b"x", *parts],
+    "tensors first": lambda parts: parts[2:] + parts[:2],
+    "a path": lambda parts: [("../../etc/passwd", 5), b"xxxxx"],
+    "a manifest of terabytes": lambda parts: [("manifest.json", 1 << 40), *parts[1:]],
+    "an empty file": lambda parts: [("manifest.json", 0), *parts[2:]],
+    "a negative size": lambda parts: [("manifest.json", -1), *parts[1:]],
+    "too few bytes": lambda parts: [*parts[:3], parts[3][:-1]],
+    "too many bytes": lambda parts: [*parts[:3], parts[3] + b"x"],
+    "no bytes": lambda parts: [*parts[:3], b"", parts[3]],
+    "a file more": lambda parts: [*parts, ("more", 1), b"x"],
+    "other tensors": lambda parts: [*parts[:3], bytes(len(parts[3]))],
+    "no manifest": lambda parts: [("manifest.json", 2), b"{}", *parts[2:]],
+    "nested arrays": lambda parts: [("manifest.json", 90_000), b"[" * 90_000, *parts[2:]],
+}
+
+
+@pytest.mark.parametrize("what", LIES)
+def test_a_server_that_lies_to_an_export_is_named(what, store):
+    parts = sent(store)
+    assert read_shard("ps-0:1", iter(parts), into_nothing).manifest.version == 2
+    with pytest.raises(BackupError, match="ps-0:1"):
+        read_shard("ps-0:1", iter(LIES[what](parts)), into_nothing)

@@ -106,6 +106,7 @@ def test_tokens_decide_who_does_what(tokens, tmp_path, monkeypatch, capsys):
             ["drain"],
             ["evict", "anna"],
             ["checkpoint", "create"],
+            ["checkpoint", "export", "any", "--to", str(tmp_path / "store")],
             ["restore", "--version", "1"],
         ):
             assert main([*command, server.addresses[0]]) == 3, command
