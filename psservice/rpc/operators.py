@@ -7,14 +7,14 @@ from typing import BinaryIO
 
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.rpc.calls import Call
+from psservice.rpc.calls import ANSWER_BYTES, Call
 from psservice.rpc.status import status_of
 from psservice.shard import rollback
 from psservice.shard.join import evict
 from psservice.shard.lifecycle import finish
 from psservice.shard.shard import Shard
 
-_READ_AHEAD_PIECES = 2  # of a checkpoint: one is sent while the next is read
+_BATCHES = 2  # of a checkpoint's pieces: one is sent while the next is read
 
 
 class OperatorCalls:
@@ -91,7 +91,7 @@ class OperatorCalls:
         call.audit = {"checkpoint": request.checkpoint}
         shard, piece_bytes = self._shard, self._shard.settings.chunk_bytes
         with shard.memory.answer() as reservation, ExitStack() as opened:
-            reservation.add(_READ_AHEAD_PIECES * piece_bytes)
+            reservation.add(_BATCHES * (ANSWER_BYTES + piece_bytes))
             files = shard.durability.open(request.checkpoint)
             for _, _, file in files:
                 opened.enter_context(file)
