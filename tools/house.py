@@ -19,7 +19,7 @@ ROOMS = {
         ["wire"],
         ["model", "selection", "telemetry"],
         ["config", "jit", "pointers"],
-        ["names", "streams", "units", "version"],
+        ["files", "names", "streams", "units", "version"],
     ],
     "psclient": [
         ["__init__", "__main__"],
@@ -48,6 +48,7 @@ ROOMS = {
         ["apply_thread", "membership"],
         ["state"],
         ["cuts", "data_leases", "feed"],
+        ["backups"],
         ["storage"],
         ["observability"],
         ["replies"],

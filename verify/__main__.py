@@ -58,8 +58,8 @@ _NOTES = (
     "readers: what a module or a directory held, at the versions that it claimed, against the reference's, bit for bit",
     "top-k replies: each entry against the reference's model less the replica, bit for bit, and the replica with it",
     "psclient: pushes of all lives against the servers' versions; each replica against the model after the last pull",
-    "backups: no push is counted, since those behind a copy are gone with it; each replica against the model after the "
-    "last pull",
+    "backups: no push is counted, since those behind a copy or a backup are gone with it; each replica against "
+    "the model after the last pull",
     "feeds: what followers held, and what fresh reads of the shards had, against the models that publishers had "
     "written down before they published them, bit for bit",
     "clocks: the wall clock of the servers' own code is moved by up to ten years, at starts and while they run "

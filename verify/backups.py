@@ -1,17 +1,22 @@
-"""Shards that are restored from copies: one from an older copy, or each from a copy of another moment.
+"""Shards that are restored: one from an older copy, each from a copy of another moment, or all from one backup.
 
-Copies are made while the servers run, in any order of their files. Pushes that came behind a copy are gone with it, so
-none are counted here. What must hold all the same: each restored shard begins a history of its own, the servers name
-the shard that was taken back, and every replica is the servers' model in the end.
+Copies are made while the servers run, in any order of their files; backups by ``psservice checkpoint export``. Pushes
+that came behind either are gone with it, so none are counted here. What must hold all the same: each restored shard
+begins a history of its own, the servers name a shard that was taken back alone and none after a backup, and every
+replica is the servers' model in the end.
 """
 
+import json
 import random
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,12 +32,16 @@ _SHARDS = 2
 _LEASE_SECONDS = 3.0
 _HIDDEN = 64
 _CALL_SECONDS, _ANSWER_SECONDS, _NAMED_SECONDS = 30.0, 150.0, 30.0
+_COMMAND_SECONDS = 120.0
 _APART_SECONDS = 3.0, 5.0
 _POLL_SECONDS = 0.1
 
 
 class Backups:
-    """Runs the plan's kills: the odd ones restore one shard, the even ones both, from copies of two moments."""
+    """Runs the plan's kills: the odd ones restore one shard, the even ones both, from copies of two moments.
+
+    Behind each, all shards lose their disks and are restored from a backup.
+    """
 
     def __init__(self, plan: Plan, directory: Path, say: Callable[[str], None]) -> None:
         self.plan, self.directory, self.say = plan, directory, say
@@ -63,6 +72,7 @@ class Backups:
                 for number in range(plan.kills):
                     self.say(f"{number} of {plan.kills} restores")
                     self._restore_copies(servers, number)
+                    self._restore_backup(servers, number)
                 self._compare(servers, team)
             except TrainerFailedError as error:
                 self.result.failures.append(f"{error}; see {self.directory / 'trainers.log'}")
@@ -78,7 +88,7 @@ class Backups:
         new = self._copy(servers, f"{number}-new")
         if number % 2:
             self._pause()
-        before = [server_readings.status(address).generation for address in servers.addresses]
+        before = _generations(servers)
         older = self._rng.randrange(_SHARDS)
         sources = {older: old} if number % 2 else {older: old, 1 - older: new}
         began = time.monotonic()
@@ -87,15 +97,10 @@ class Backups:
         for shard, source in sources.items():
             shutil.rmtree(servers.folder(shard))
             shutil.copytree(source / servers.folder(shard).name, servers.folder(shard))
-        for shard in range(_SHARDS):
-            servers.start(shard)
-        for shard in range(_SHARDS):
-            servers.await_ready(shard)
-        self.result.recovery_seconds.append(time.monotonic() - began)
-        self.result.faults["servers killed"] += _SHARDS
+        self._start(servers, began)
         self.result.faults["shards restored from a copy"] += len(sources)
         for shard in sources:
-            if server_readings.status(servers.addresses[shard]).generation == before[shard]:
+            if _generations(servers)[shard] == before[shard]:
                 self.result.failures.append(f"restore {number}: shard {shard} goes on with its history from a copy")
         if not self._is_named(servers, older):
             self.result.failures.append(f"restore {number}: nobody says that shard {older} has lost versions")
@@ -104,6 +109,52 @@ class Backups:
             with closing(wire.Line(address)) as line:
                 version = server_readings.status(address).version
                 line.stub.RestoreModel(pb.RestoreModelRequest(version=version), timeout=_CALL_SECONDS)
+
+    def _restore_backup(self, servers: Servers, number: int) -> None:
+        """Export a checkpoint while everybody trains; then lose all disks, and import it."""
+        self._pause()
+        store = str(self.directory / "store")
+        exported = self._command("export", "new", *servers.addresses, "--to", store, "--keep", "2")
+        if exported is None:
+            return
+        self._pause()
+        before, began = _generations(servers), time.monotonic()
+        for shard in range(_SHARDS):
+            servers.kill(shard)
+            shutil.rmtree(servers.folder(shard))
+        if (
+            self._command("import", exported["checkpoint"], "--from", store, "--data-dir", str(servers.data_dir))
+            is None
+        ):
+            return
+        self._start(servers, began)
+        self.result.faults["shards restored from a backup"] += _SHARDS
+        statuses = [server_readings.status(address) for address in servers.addresses]
+        for shard, status in enumerate(statuses):
+            found = (status.run_id, status.version >= exported["shards"][shard]["version"])
+            if found != (exported["run_id"], True) or status.generation == before[shard]:
+                self.result.failures.append(f"restore {number}: shard {shard} is not that of the backup: {found}")
+        self._pause()
+        for address in servers.addresses:
+            if any(each.lost_versions for each in server_readings.status(address).known_shards):
+                self.result.failures.append(f"restore {number}: {address} takes shards of one backup for a mixture")
+
+    def _command(self, *words: str) -> Any:
+        """Run ``psservice checkpoint``; return what it prints, or ``None`` after a failure, which is noted."""
+        command = [sys.executable, "-m", "psservice", "checkpoint", *words, "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False)
+        if done.returncode:
+            self.result.failures.append(f"checkpoint {words[0]} ended with {done.returncode}: {done.stderr}")
+            return None
+        return json.loads(done.stdout)
+
+    def _start(self, servers: Servers, began: float) -> None:
+        for shard in range(_SHARDS):
+            servers.start(shard)
+        for shard in range(_SHARDS):
+            servers.await_ready(shard)
+        self.result.recovery_seconds.append(time.monotonic() - began)
+        self.result.faults["servers killed"] += _SHARDS
 
     def _copy(self, servers: Servers, name: str) -> Path:
         """Copy all shards, each in another order of its files, while they serve."""
@@ -161,3 +212,7 @@ class Backups:
 
     def _pause(self) -> None:
         threading.Event().wait(self._rng.uniform(*_APART_SECONDS))
+
+
+def _generations(servers: Servers) -> list[int]:
+    return [server_readings.status(address).generation for address in servers.addresses]

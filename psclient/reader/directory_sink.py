@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from psclient.errors import ConfigurationError
 from psclient.reader.sink import Sink, StagedCut, reader_dtype
+from pscore.files import sync, sync_folder
 from pscore.model import modelfile
 from pscore.model.buffers import pack
 from pscore.model.digest import ModelDigest, total, words_of
@@ -153,7 +154,7 @@ class DirectorySink(Sink):
                             tensor = words_in(tensor, layout.value_dtype)
                         _fill(tensor, layout.offsets[position], part)
                 modelfile.save(temporary, tensors, {"format": "pt"})
-            modelfile.sync(temporary)
+            sync(temporary)
             os.replace(temporary, self.path / new)
             if begins is not None:
                 self._known_begins[group.start] = _identity(self.path / new), begins
@@ -162,20 +163,20 @@ class DirectorySink(Sink):
             buffers = f"model-{number}-buffers.safetensors"
             tensors = {spec.name: value for spec, value in zip(layout.buffers, staged.buffers, strict=True)}
             modelfile.save(self.path / f".{buffers}.tmp", tensors, {"format": "pt"})
-            modelfile.sync(self.path / f".{buffers}.tmp")
+            sync(self.path / f".{buffers}.tmp")
             os.replace(self.path / f".{buffers}.tmp", self.path / buffers)
         files = _Files(tuple(names), buffers)
         temporary = self.path / f".{INDEX}.tmp"
         temporary.write_text(json.dumps(self._described(staged.cut, files), separators=(",\n", ": ")), encoding="utf-8")
-        modelfile.sync(temporary)
-        modelfile.sync_folder(self.path)
+        sync(temporary)
+        sync_folder(self.path)
         self._staged = staged.cut, files
 
     def commit(self) -> None:
         """Rename the index."""
         assert self._staged is not None
         os.replace(self.path / f".{INDEX}.tmp", self.path / INDEX)
-        modelfile.sync_folder(self.path)
+        sync_folder(self.path)
         self._before = self._files.all()
         self._held, self._files = self._staged
         self._named, self._staged = self._files.all(), None

@@ -277,7 +277,7 @@ class Run:
             log.warning(
                 "shard %d at %s has lost %d versions that others have seen: the shards' parameters are of different "
                 "moments, as after restoring backups of different times. Go back to a checkpoint that all shards have: "
-                "`psservice checkpoints %s` lists them, `psservice restore --checkpoint` goes back",
+                "`psservice checkpoint list %s` lists them, `psservice restore --checkpoint` goes back",
                 index,
                 self.shards[index].address,
                 lost,

@@ -4,7 +4,6 @@ A whole file has the tensors of ``model.state_dict()``. A part has the flat piec
 (names ``tensor@start``), and the layout in its metadata; :func:`read_parts` joins all parts into a whole.
 """
 
-import errno
 import json
 import os
 import secrets
@@ -18,11 +17,11 @@ from isal.isal_zlib import crc32
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from pscore.files import sync, sync_folder
 from pscore.model.layout import ModelLayout, Span, TensorSpec
 from pscore.names import model_file_fault
 
 _CHECKSUM = "crc32"  # in the metadata
-_CANNOT_SYNC_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # some file systems in user space
 
 StateDict = dict[str, torch.Tensor]
 
@@ -85,24 +84,6 @@ def save(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str,
         save_file(dict(tensors), path, None if metadata is None else dict(metadata))
     except SafetensorError as error:
         raise OSError(f"cannot write {path}: {error}") from error
-
-
-def sync(path: Path) -> None:
-    """Make a file's contents, or the names in a folder, durable; raises ``OSError``."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable, as far as its file system can; raises ``OSError``."""
-    try:
-        sync(path)
-    except OSError as error:
-        if error.errno not in _CANNOT_SYNC_FOLDERS:
-            raise
 
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 ENDPOINTS = "PSSERVICE_ENDPOINTS"
@@ -19,16 +20,28 @@ _SECURITY = {
 }
 
 
-def add_addresses(parser: argparse.ArgumentParser, help_: str, *variables: str) -> None:
-    """Let a command take addresses; without any, they are those of the first of these variables that is set."""
-    servers = next(filter(None, map(os.environ.get, variables)), None)
+def add_addresses(parser: argparse.ArgumentParser, help_: str, *variables: str, or_else: str = "") -> None:
+    """Let a command take addresses; without any, they are those of the first of these variables that is set.
+
+    ``or_else`` is a flag that asks no server: then there may be none, and :func:`named_addresses` reads them.
+    """
+    servers = _named_in(variables)
     parser.add_argument(
         "addresses",
-        nargs="*" if servers else "+",
-        default=[servers] if servers else None,
+        nargs="*" if servers or or_else else "+",
+        default=[servers] if servers and not or_else else None,
         metavar="ADDRESS",
-        help=f"{help_} ({', or else '.join(variables)})",
+        help=f"{help_} ({', or else '.join(variables)}){', or ' + or_else if or_else else ''}",
     )
+
+
+def named_addresses(named: Sequence[str], *variables: str) -> list[str]:
+    """Return the addresses that a command was given, or those of the first variable that is set; there may be none."""
+    return [*named] or [each for each in [_named_in(variables)] if each]
+
+
+def _named_in(variables: Sequence[str]) -> str:
+    return next(filter(None, map(os.environ.get, variables)), "")
 
 
 def add_security(parser: argparse.ArgumentParser) -> None:

@@ -59,7 +59,7 @@ class ErrorCode(Enum):
     DRAINING = ("UNAVAILABLE", "wait until the server is back, or until `psservice drain --undo`")
     EVICTED = ("PERMISSION_DENIED", "retry after the delay; an unanswered push is sent again under the same identity")
     NO_SUCH_WORKER = ("NOT_FOUND", "look at `psservice workers` for the names")
-    NO_SUCH_CHECKPOINT = ("NOT_FOUND", "look at `psservice checkpoints` for those there are")
+    NO_SUCH_CHECKPOINT = ("NOT_FOUND", "look at `psservice checkpoint list` for those there are")
     NO_SUCH_CUT = ("NOT_FOUND", "ask for the newest cut, and read that")
     RELAY_RING = ("FAILED_PRECONDITION", "give --of a server that trains or publishes, or a relay that leads to one")
 

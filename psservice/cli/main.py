@@ -6,10 +6,15 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
+from pscore.net.flags import ENDPOINTS, SERVER, named_addresses
 from pscore.streams import open_missing_streams
 from psservice.cli.parser import command_parser
 from psservice.cli.serve import EXIT_DONE, EXIT_UNABLE, EXIT_USAGE, failed, relay, serve
+
+if TYPE_CHECKING:
+    from psservice.ctl.client import ShardClients
 
 EXIT_INTERRUPTED, EXIT_NO_READER = 128 + signal.SIGINT, 128 + 13  # as shells have it; not every system has SIGPIPE
 EXIT_NOT_WRITTEN = 74  # EX_IOERR of sysexits.h
@@ -36,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _health(options)
         if options.command == "compile":
             return _compile()
+        if options.command == "checkpoint":
+            return _for_a_reader(lambda: _checkpoint(options, parser.error))
         return _for_a_reader(lambda: _operate(options, parser.error))
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _SERVER_MODULES:
@@ -70,7 +77,43 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int:
+def _checkpoint(options: argparse.Namespace, wrong: Callable[[str], object]) -> int:
+    from psservice.backups.manifest import BackupError
+    from psservice.ctl import backups, checkpoints, render
+    from psservice.ctl.client import EXIT_REFUSED
+
+    asks_store = getattr(options, "store", None) is not None and options.act not in ("export", "import")
+    if asks_store and options.addresses:
+        wrong(f"checkpoint {options.act} asks the store of --from or the shards at addresses; give one of them")
+    if options.act in ("list", "show", "delete") and not asks_store:
+        options.addresses = named_addresses(options.addresses, ENDPOINTS, SERVER)
+        if not options.addresses:
+            wrong("the following arguments are required: ADDRESS, or --from")
+    try:
+        if options.act == "import":
+            return backups.import_stored(options)
+        if asks_store:
+            stored = {"list": backups.list_stored, "show": backups.show_stored, "delete": backups.delete_stored}
+            return stored[options.act](options)
+        if options.act == "show" and options.verify:
+            return _operate(options, wrong, backups.show_verified)
+        kept = {
+            "create": checkpoints.create,
+            "list": checkpoints.list_kept,
+            "show": checkpoints.show,
+            "pin": checkpoints.pin,
+            "delete": checkpoints.delete,
+            "export": backups.export,
+        }
+        return _operate(options, wrong, kept[options.act])
+    except BackupError as error:
+        render.say(str(error), failed=True)
+        return EXIT_REFUSED
+
+
+def _operate(
+    options: argparse.Namespace, wrong: Callable[[str], object], run: "Callable[[ShardClients, Any], int] | None" = None
+) -> int:
     from pscore.config import unknown_variables
     from pscore.net.addresses import AddressError
     from pscore.net.channels import ChannelError, Security
@@ -89,12 +132,11 @@ def _operate(options: argparse.Namespace, wrong: Callable[[str], object]) -> int
     tls = options.tls_ca, options.tls_cert, options.tls_key, options.tls_server_name
     security = Security(*tls, os.environ.get("PSCLIENT_TOKEN", ""), options.token_file)
     others = {"top": top.top, "drain": drain.drain}
-    run = others.get(options.command) or getattr(commands, options.command)
+    run = run or others.get(options.command) or getattr(commands, options.command)
     try:
         addresses, security = find(",".join(options.addresses), security, options.timeout)
         with ShardClients(addresses, options.timeout, security) as clients:
-            status: int = run(clients, options)
-            return status
+            return run(clients, options)
     except AddressError as error:
         wrong(str(error))
     except DiscoveryError as error:

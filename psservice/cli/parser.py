@@ -1,6 +1,7 @@
 """The words of ``psservice``: commands, their flags, and what a flag accepts; ``serve`` reads its own."""
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from pscore.units import positive_seconds, seconds_or_zero
 from pscore.version import __version__
 
 _MOST_VERSION_DIGITS = 18  # always fits into 64 bits
+_MOST_COUNT_DIGITS = 6
+_MOST_DAYS = 36525.0
 
 _BELOW = """\
 addresses:
@@ -18,9 +21,9 @@ addresses:
 
 exit status:
   0  done, at every shard
-  1  no shard can be reached; snapshot and restore: not all can be, and nothing was done
+  1  no shard can be reached; checkpoint and restore: not all can be, and nothing was done
   2  wrong usage, or addresses that do not belong together; nothing was done
-  3  refused by the server, or nothing of that name (a worker, a checkpoint)
+  3  refused by the server or by you, or nothing of that name (a worker, a checkpoint), or a backup that is not whole
   4  in part: done at some shards and not at others, or not yet
   74 the output could not be written, 130 interrupted, 141 nobody read the output: what was asked of the servers
      may be done
@@ -31,13 +34,24 @@ _COMMANDS = {
     "top": ("watch shards and workers; q ends it", 3.0),
     "workers": ("show the workers of all shards in one table", 10.0),
     "finish": ("end the run: pushes are refused, the final model is written", 10.0),
-    "snapshot": ("take a checkpoint over all shards now", 300.0),
-    "checkpoints": ("list the checkpoints that the shards keep, or delete one that has a name", 30.0),
     "restore": ("take the shards back to a version or a checkpoint; workers follow", 300.0),
     "drain": ("refuse new calls at the shards, finish those under way, take a last checkpoint", 300.0),
     "evict": ("end a worker's lease, and perhaps keep it out for a time", 10.0),
 }
 """Commands for running servers: their help, and the deadline of their calls, seconds."""
+
+_CHECKPOINT_COMMANDS = {
+    "create": ("take a checkpoint over all shards now", 300.0),
+    "list": ("list the checkpoints that the shards keep, or the backups of a store", 30.0),
+    "show": ("show one checkpoint, or one backup", 3600.0),
+    "pin": ("keep a checkpoint that has no name until it is deleted", 30.0),
+    "delete": ("delete a checkpoint that has a name or is pinned, or a backup", 30.0),
+    "export": ("write a checkpoint of all shards to a store, as a backup", 3600.0),
+}
+"""Commands after ``checkpoint``; ``import`` calls no server."""
+
+_STORED = ("list", "show", "delete")
+"""Those that ask a store instead, with ``--from``."""
 
 
 def _version(text: str) -> int:
@@ -59,25 +73,62 @@ def _name(text: str) -> str:
 
 def _checkpoint_name(text: str) -> str:
     """Read a name for a checkpoint, which must not have the form of an id that a server draws."""
-    from psservice.durability.checkpoints import place_of
+    from psservice.durability.checkpoints import NEW, place_of
 
     if place_of(text) is not None:
         raise argparse.ArgumentTypeError(f"{text!r} looks like an id that a server draws")
+    if text == NEW:
+        raise argparse.ArgumentTypeError(f"{text!r} is the word for a checkpoint that is taken now")
     return _name(text)
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < len(text) <= _MOST_COUNT_DIGITS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
+    return int(text)
+
+
+def _positive_count(text: str) -> int:
+    count = _count(text)
+    if not count:
+        raise argparse.ArgumentTypeError("it must be at least 1")
+    return count
+
+
+def _positive_days(text: str) -> float:
+    try:
+        days = float(text)
+    except ValueError:
+        days = math.nan
+    if not 0 < days <= _MOST_DAYS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of days above 0")
+    return days
 
 
 _BAN = "keep the worker out for so long (default 0: it may join again at once; also ends a ban); at most a week"
 _INTERVAL = "between two frames (default 2)"
 _SWITCH = {"action": "store_true"}
+_YES = {"--yes": {**_SWITCH, "help": "do not ask; without a terminal nothing is asked anyway"}}
+_STORE = "a folder of backups: /backups, s3://BUCKET/FOLDER, or what else fsspec opens"
+_OLD = "backups of this run whose checkpoints nobody has named,"
 _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     "top": {
         "--once": {**_SWITCH, "help": "show one frame; the same if stdout is no terminal"},
         "--interval-seconds": {"type": positive_seconds, "default": 2.0, "metavar": "SECONDS", "help": _INTERVAL},
     },
-    "snapshot": {
+    "create": {
         "--name": {"type": _checkpoint_name, "metavar": "NAME", "help": "keep it under this name until it is deleted"}
     },
-    "checkpoints": {"--delete": {"type": _name, "metavar": "NAME", "help": "delete this one"}},
+    "show": {"--verify": {**_SWITCH, "help": "read all of its files, and say whether they are whole"}},
+    "export": {
+        "--to": {"dest": "store", "required": True, "type": _name, "metavar": "URL", "help": _STORE},
+        "--keep": {"type": _positive_count, "metavar": "N", "help": f"then remove {_OLD} but the last N"},
+        "--keep-days": {
+            "type": _positive_days,
+            "metavar": "D",
+            "help": f"then remove {_OLD} that are older; with --keep those that neither keeps",
+        },
+    },
     "restore": {
         "--version": {"type": _version, "metavar": "V", "help": "version of each shard to go back to"},
         "--checkpoint": {"type": _name, "metavar": "ID", "help": "checkpoint to go back to"},
@@ -89,6 +140,10 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     "evict": {"--ban-seconds": {"type": seconds_or_zero, "default": 0.0, "metavar": "N", "help": _BAN}},
 }
 """The flags that only one command has."""
+
+_DRY_RUN = {"--dry-run": {**_SWITCH, "help": "say what would be done, after reading all of it, and change nothing"}}
+_MORE_FLAGS: dict[str, dict[str, dict[str, Any]]] = {"finish": _YES, "restore": {**_DRY_RUN, **_YES}, "delete": _YES}
+"""Flags that go with all others of a command."""
 
 
 def command_parser() -> argparse.ArgumentParser:
@@ -107,6 +162,7 @@ def command_parser() -> argparse.ArgumentParser:
             name,
             seconds,
         )
+    _add_checkpoint(commands)
     health = commands.add_parser("health", help="ask a server's health port; exit status 0 if it serves, 1 if not")
     where = "HOST:PORT: its --health-listen, or its --listen without TLS"
     health.add_argument("address", metavar="ADDRESS", help=where)
@@ -124,11 +180,38 @@ def command_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_checkpoint(commands: Any) -> None:
+    """Add ``checkpoint`` and the commands after it."""
+    what = "checkpoints of all shards, and backups of them in a store"
+    parser = commands.add_parser("checkpoint", help=what, description=f"{what[0].upper()}{what[1:]}.")
+    acts = parser.add_subparsers(dest="act", required=True, metavar="COMMAND")
+    form = argparse.RawDescriptionHelpFormatter
+    for name, (what, seconds) in _CHECKPOINT_COMMANDS.items():
+        description = f"{what[0].upper()}{what[1:]}."
+        act = acts.add_parser(name, help=what, description=description, epilog=_BELOW, formatter_class=form)
+        if name not in ("create", "list"):
+            new = "; new: take one now" if name == "export" else ""
+            act.add_argument("checkpoint", type=_name, metavar="ID", help=f"its id or name{new}")
+        _add_flags(act, name, seconds)
+    what = "put a backup into an empty data directory, from which servers start"
+    act = acts.add_parser("import", help=what, description=f"{what[0].upper()}{what[1:]}.")
+    act.add_argument("checkpoint", type=_name, metavar="ID", help="its id or name, as checkpoint list --from shows it")
+    act.add_argument("--from", dest="store", required=True, type=_name, metavar="URL", help=_STORE)
+    where = "the servers' --data-dir, without the folders of the shards"
+    act.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help=where)
+    act.add_argument("--shard", type=_count, metavar="I", help="of this shard only, for a machine that serves one")
+    act.add_argument("--json", action="store_true", help="print JSON")
+
+
 def _add_flags(parser: argparse.ArgumentParser, name: str, seconds: float) -> None:
     """Add the flags of a command for running servers: its own, and those that all of them have."""
     if name == "evict":
         parser.add_argument("worker", type=_name, metavar="WORKER", help="its name, as psservice workers shows it")
-    add_addresses(parser, "HOST:PORT of each shard", ENDPOINTS, SERVER)
+    add_addresses(parser, "HOST:PORT of each shard", ENDPOINTS, SERVER, or_else="--from" if name in _STORED else "")
+    if name in _STORED:
+        parser.add_argument(
+            "--from", dest="store", type=_name, metavar="URL", help=f"ask no server, but a store: {_STORE}"
+        )
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_security(parser)
     help_ = f"deadline of each call (default {seconds:g})"
@@ -137,3 +220,5 @@ def _add_flags(parser: argparse.ArgumentParser, name: str, seconds: float) -> No
     group = parser.add_mutually_exclusive_group(required=name == "restore") if is_exclusive else parser
     for flag, own in _FLAGS.get(name, {}).items():
         group.add_argument(flag, **own)
+    for flag, own in _MORE_FLAGS.get(name, {}).items():
+        parser.add_argument(flag, **own)

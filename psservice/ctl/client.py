@@ -1,9 +1,9 @@
 """Calls to shards, one or all at once, and the exit status of what they answer."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,12 +76,23 @@ class ShardClients:
             seconds = min(most_seconds, self.timeout_seconds)
             return Outcome(address, getattr(self._stubs[address], rpc)(request, timeout=seconds))
         except grpc.RpcError as error:
-            code, reason = error.code(), details_of(error).reason
-            message = f"{address}: {code.name}: {explain(error, address)}"
-            if reason is None and code in _ADVICE:
-                message += f"; {_ADVICE[code]}"
-            refused = reason is not None or code not in NO_ANSWER
-            return Outcome(address, error=OperateError(message, refused=refused, reason=reason))
+            return Outcome(address, error=_as_error(error, address))
+
+    @contextmanager
+    def stream(self, address: str, rpc: str, request: Message) -> Iterator[Iterator[Any]]:
+        """Call one shard for a stream of answers, which raises :class:`OperateError`; the call ends with the block."""
+        call = getattr(self._stubs[address], rpc)(request, timeout=self.timeout_seconds)
+
+        def answers() -> Iterator[Any]:
+            try:
+                yield from call
+            except grpc.RpcError as error:
+                raise _as_error(error, address) from error
+
+        try:
+            yield answers()
+        finally:
+            call.cancel()
 
     def all(
         self, rpc: str, request: Message, addresses: Sequence[str] | None = None, most_seconds: float = math.inf
@@ -93,6 +104,15 @@ class ShardClients:
     def each(self, rpc: str, requests: Mapping[str, Message]) -> list[Outcome]:
         """Call these shards at once, each with a request of its own; the outcomes are in the order of the requests."""
         return list(self._threads.map(lambda address: self.one(address, rpc, requests[address]), requests))
+
+
+def _as_error(error: grpc.RpcError, address: str) -> OperateError:
+    """Return the error of a call that a shard has not answered."""
+    code, reason = error.code(), details_of(error).reason
+    message = f"{address}: {code.name}: {explain(error, address)}"
+    if reason is None and code in _ADVICE:
+        message += f"; {_ADVICE[code]}"
+    return OperateError(message, refused=reason is not None or code not in NO_ANSWER, reason=reason)
 
 
 def call(address: str, rpc: str, request: Any, timeout_seconds: float, security: Security = _OPEN) -> Any:

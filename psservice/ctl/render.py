@@ -135,7 +135,7 @@ def lost_lines(fleet: Fleet) -> list[Text]:
     return [
         cell(
             f"shard {index} has lost {lost:,} versions that others have seen: the shards are of different moments; "
-            "see psservice checkpoints, and go back with psservice restore --checkpoint",
+            "see psservice checkpoint list, and go back with psservice restore --checkpoint",
             "bold red",
         )
         for index, lost in losses_among(fleet).items()

@@ -13,6 +13,9 @@ from pscore.wire.generation import epoch, nonce
 
 _ID = re.compile(r"e(\d{1,10})-v(\d{1,20})-([0-9a-f]{8})-(\d{1,18})", re.ASCII)
 
+NEW = "new"
+"""What commands call a checkpoint that is taken now; no checkpoint is named so."""
+
 Place = tuple[int, int]
 """Epoch and number: a checkpoint's position in the order of all."""
 

@@ -10,7 +10,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
 
@@ -231,7 +231,10 @@ class Durability:
                     # If nothing has changed since the newest snapshot, this one takes the place of that.
                     unchanged = self.records.journal is not None and self.journal_bytes == self._bytes_behind
                     last = self.last_snapshot if unchanged and self._is_saved(model) else None
-                    checkpoint = last.manifest.checkpoint if last else ""
+                    is_pinned = last is not None and any(
+                        each.is_pinned for each in self.snapshots() if each.path == last.path
+                    )
+                    checkpoint = last.manifest.checkpoint if last and not is_pinned else ""
                     self._write(self._copy(self._shard.state, checkpoint), clean=True)
         except (StorageError, Rejected) as error:
             is_there = self._dir is not None and not self._is_lost and self._dir.lost_file() is None
@@ -249,7 +252,7 @@ class Durability:
                     raise Rejected(
                         ErrorCode.BAD_REQUEST,
                         f"checkpoint {checkpoint!r} is there already, of version {manifest.version}: choose another "
-                        f"name, or delete that one with `psservice checkpoints --delete {checkpoint}`",
+                        f"name, or delete that one with `psservice checkpoint delete {checkpoint}`",
                     )
             return self._take(checkpoint or None)
 
@@ -257,8 +260,26 @@ class Durability:
         """Return the snapshots that can be read, oldest first; ``BAD_REQUEST`` if none are kept."""
         return self._require_dir().snapshots()
 
+    def open(self, checkpoint: str) -> list[tuple[str, int, BinaryIO]]:
+        """Open the files of a checkpoint, as :meth:`Snapshot.open` does; raises ``NO_SUCH_CHECKPOINT``."""
+        data_dir = self._require_dir()
+        with self._snapshotting, or_not_durable():  # nothing is removed meanwhile
+            return _find(data_dir.snapshots(), checkpoint).open()
+
+    def pin(self, checkpoint: str) -> Snapshot:
+        """Keep a checkpoint until it is deleted; raises ``NO_SUCH_CHECKPOINT`` or ``NOT_DURABLE``."""
+        data_dir = self._require_dir()
+        with self._snapshotting, or_not_durable():
+            found = _find(data_dir.snapshots(), checkpoint)
+            if not found.is_kept:
+                found.pin()
+        return found
+
     def delete(self, checkpoint: str) -> Snapshot:
-        """Remove a checkpoint that an operator has named; raises ``NO_SUCH_CHECKPOINT`` or ``BAD_REQUEST``."""
+        """Remove a checkpoint that an operator has named or pinned.
+
+        Raises ``NO_SUCH_CHECKPOINT`` or ``BAD_REQUEST``.
+        """
         data_dir = self._require_dir()
         with self._snapshotting:
             kept = data_dir.snapshots()
@@ -266,15 +287,14 @@ class Durability:
                 raise Rejected(
                     ErrorCode.BAD_REQUEST,
                     f"checkpoint {checkpoint!r} is the newest snapshot, from which the server would recover; take "
-                    "another with `psservice snapshot` first",
+                    "another with `psservice checkpoint create` first",
                 )
-            found = next((each for each in kept if each.manifest.checkpoint == checkpoint), None)
-            if found is None:
-                raise Rejected(ErrorCode.NO_SUCH_CHECKPOINT, f"no checkpoint {checkpoint!r} is kept here")
-            if not found.manifest.is_named:
+            found = _find(kept, checkpoint)
+            if not found.is_kept:
                 raise Rejected(
                     ErrorCode.BAD_REQUEST,
-                    f"nobody has named checkpoint {checkpoint!r}: it goes by itself with newer ones (--keep-snapshots)",
+                    f"nobody has named or pinned checkpoint {checkpoint!r}: it goes by itself with newer ones "
+                    "(--keep-snapshots)",
                 )
             discard(data_dir.files, found.path)
         log.info("checkpoint deleted", extra={"checkpoint": checkpoint, "path": str(found.path)})
@@ -471,3 +491,11 @@ class Durability:
         except Exception:
             self.snapshot_errors += 1
             raise
+
+
+def _find(kept: list[Snapshot], checkpoint: str) -> Snapshot:
+    """Return the newest snapshot of a checkpoint; raises ``NO_SUCH_CHECKPOINT``."""
+    for each in reversed(kept):
+        if each.manifest.checkpoint == checkpoint:
+            return each
+    raise Rejected(ErrorCode.NO_SUCH_CHECKPOINT, f"no checkpoint {checkpoint!r} is kept here")

@@ -94,7 +94,9 @@ RULES: dict[str, Rule] = {
     "FinishRun": Rule(Role.WORKER, Lane.FINISH, is_audited=True),  # of every worker that leaves; waits for a file
     "TakeSnapshot": Rule(Role.ADMIN, Lane.OPERATOR, is_audited=True),
     "ListCheckpoints": Rule(Role.READER, Lane.OPERATOR),
+    "PinCheckpoint": Rule(Role.ADMIN, Lane.OPERATOR, is_audited=True),
     "DeleteCheckpoint": Rule(Role.ADMIN, Lane.OPERATOR, is_audited=True),
+    "ReadCheckpoint": Rule(Role.ADMIN, Lane.OPERATOR, is_audited=True),
     "RestoreModel": Rule(Role.ADMIN, Lane.OPERATOR, is_audited=True),
     "Drain": Rule(Role.ADMIN, Lane.OPERATOR, is_audited=True),
     "EvictWorker": Rule(Role.ADMIN, Lane.OPERATOR, is_audited=True),
@@ -197,7 +199,8 @@ def require_place(settings: ServerSettings, meant: str) -> None:
 Answers: TypeAlias = tuple[list[bytes], Generator[Any, None, None] | None]
 """Serialized answers, and those that :func:`more` serializes; ``None`` if no more follow."""
 
-_ANSWER_BYTES = 1 << 20  # of messages that are written in one piece of work
+ANSWER_BYTES = 1 << 20
+"""Of messages that are written in one piece of work."""
 
 
 def reply_to(call: Call, handler: Callable[[Call, Message], Answer], raw: bytes) -> Answers:
@@ -255,11 +258,11 @@ def more(call: Call, answers: Generator[Any, None, None]) -> Answers:
         data = message if isinstance(message, bytes) else message.SerializeToString()
         batch.append(data)
         size += len(data)
-        if size >= _ANSWER_BYTES:
+        if size >= ANSWER_BYTES:
             break
     if call.on_sent is not None:
         call.on_sent(size + FRAMING_BYTES * len(batch))
-    return batch, answers if size >= _ANSWER_BYTES else None
+    return batch, answers if size >= ANSWER_BYTES else None
 
 
 def begin(call: Call, answer: Answer) -> Answers:

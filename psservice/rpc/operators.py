@@ -1,16 +1,20 @@
 """The calls of operators: status, end of the run, snapshots, rollback, drain, eviction."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import BinaryIO
 
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
-from psservice.rpc.calls import Call
+from psservice.rpc.calls import ANSWER_BYTES, Call
 from psservice.rpc.status import status_of
 from psservice.shard import rollback
 from psservice.shard.join import evict
 from psservice.shard.lifecycle import finish
 from psservice.shard.shard import Shard
+
+_BATCHES = 2  # of a checkpoint's pieces: one is sent while the next is read
 
 
 class OperatorCalls:
@@ -62,7 +66,7 @@ class OperatorCalls:
 
     def list_checkpoints(self, call: Call, request: pb.ListCheckpointsRequest) -> pb.ListCheckpointsResponse:
         """Report the snapshots."""
-        manifests = [each.manifest for each in self._shard.durability.snapshots()]
+        kept = [(each.manifest, each.is_pinned) for each in self._shard.durability.snapshots()]
         return pb.ListCheckpointsResponse(
             checkpoints=[
                 pb.CheckpointStatus(
@@ -71,13 +75,36 @@ class OperatorCalls:
                     created_unix_seconds=each.created_unix_seconds,
                     bytes=each.tensors.bytes if each.tensors else 0,
                     named=each.is_named,
+                    pinned=is_pinned,
                 )
-                for each in manifests
+                for each, is_pinned in kept
             ]
         )
 
+    def pin_checkpoint(self, call: Call, request: pb.PinCheckpointRequest) -> pb.PinCheckpointResponse:
+        """Keep a checkpoint."""
+        call.audit = {"checkpoint": request.checkpoint}
+        return pb.PinCheckpointResponse(version=self._shard.durability.pin(request.checkpoint).manifest.version)
+
+    def read_checkpoint(self, call: Call, request: pb.ReadCheckpointRequest) -> Iterator[pb.ReadCheckpointResponse]:
+        """Send the files of a checkpoint."""
+        call.audit = {"checkpoint": request.checkpoint}
+        shard, piece_bytes = self._shard, self._shard.settings.chunk_bytes
+        with shard.memory.answer() as reservation, ExitStack() as opened:
+            reservation.add(_BATCHES * (ANSWER_BYTES + piece_bytes))
+            files = shard.durability.open(request.checkpoint)
+            for _, _, file in files:
+                opened.enter_context(file)
+            for name, size, file in files:
+                yield pb.ReadCheckpointResponse(file=pb.CheckpointFile(name=name, bytes=size))
+                left = size
+                while left:
+                    data = _read(file, min(left, piece_bytes))
+                    yield pb.ReadCheckpointResponse(data=data)
+                    left -= len(data)
+
     def delete_checkpoint(self, call: Call, request: pb.DeleteCheckpointRequest) -> pb.DeleteCheckpointResponse:
-        """Delete a checkpoint that an operator has named."""
+        """Delete a checkpoint that an operator has named or pinned."""
         call.audit = {"checkpoint": request.checkpoint}
         return pb.DeleteCheckpointResponse(version=self._shard.durability.delete(request.checkpoint).manifest.version)
 
@@ -100,6 +127,10 @@ class OperatorCalls:
         if request.step == pb.RESTORE_STEP_UNSPECIFIED:
             model = rollback.roll_back(shard, version, request.checkpoint)
             return pb.RestoreModelResponse(version=model.version, generation=model.generation)
+        if request.step == pb.RESTORE_STEP_CHECK:
+            model, call.audit = rollback.check(shard, version, request.checkpoint, request.publication), None
+            publication = model.publication_at(model.version)
+            return pb.RestoreModelResponse(version=model.version, generation=model.generation, publication=publication)
         if request.step != pb.RESTORE_STEP_PREPARE:
             raise Rejected(ErrorCode.BAD_REQUEST, f"{request.step} is no step that this server knows")
         ready = rollback.prepare(shard, version, request.checkpoint, request.publication)
@@ -150,3 +181,14 @@ class OperatorCalls:
             incarnation=member.identity.incarnation if member else "",
             last_step=last_step,
         )
+
+
+def _read(file: BinaryIO, nbytes: int) -> bytes:
+    """Read the next bytes of a checkpoint's file; raises :class:`Rejected` (``NOT_DURABLE``)."""
+    try:
+        data = file.read(nbytes)
+    except OSError as error:
+        raise Rejected(ErrorCode.NOT_DURABLE, f"the checkpoint cannot be read: {error}") from error
+    if not data:
+        raise Rejected(ErrorCode.NOT_DURABLE, "a file of the checkpoint has become shorter while it was read")
+    return data

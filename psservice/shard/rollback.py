@@ -26,6 +26,12 @@ def roll_back(shard: Shard, version: int | None, checkpoint: str) -> ModelShard:
     return shard.require_model(None)
 
 
+def check(shard: Shard, version: int | None, checkpoint: str, publication: str = "") -> ModelShard:
+    """Return the older model to which :func:`prepare` would go back; changes nothing, and raises the same."""
+    shard.require_model(None)
+    return shard.durability.replay_to(version, checkpoint, publication).model
+
+
 def prepare(shard: Shard, version: int | None, checkpoint: str, publication: str = "") -> Rollback:
     """Write an older model down, as a new generation, which workers pull by themselves, and hold.
 

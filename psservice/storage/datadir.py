@@ -23,6 +23,9 @@ from psservice.storage.snapshots import Snapshot
 
 log = logging.getLogger(__name__)
 
+IMPORT_NAME = ".import"
+"""Of the folder beside the shards' in which `psservice checkpoint import` works."""
+
 
 class DataDir:
     """The directory of a running shard; not thread-safe.
@@ -35,6 +38,11 @@ class DataDir:
         assert settings.data_dir is not None
         self._settings, self._environment, self._on_health = settings, environment, on_health
         self.files = environment.files
+        if IMPORT_NAME in self.files.list(settings.data_dir):
+            raise StorageError(
+                f"a backup is being imported into {settings.data_dir}, or its import broke off: wait for `psservice "
+                "checkpoint import`, or run it again"
+            )
         self.path = settings.data_dir / f"shard-{settings.shard_index}-of-{settings.num_shards}"
         self._snapshots, self._journals = self.path / "snapshots", self.path / "journal"
         if settings.init is None and not snapshots.newest_number(self.files, self._snapshots):

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from pscore.model.modelfile import sync
+from pscore.files import sync
 from psservice.model.copies import TensorCopy
 from psservice.storage import tensor_file
 

@@ -5,6 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+MANIFEST_NAME, TENSORS_NAME = "manifest.json", "state.safetensors"
+"""The files of a snapshot."""
+
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Count64 = Annotated[int, Field(ge=0, lt=1 << 64)]
 

@@ -6,10 +6,12 @@ whole, unless the disk fails, which the manifest's sizes and checksums reveal.
 
 import json
 import logging
+import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from pydantic import ValidationError
@@ -17,21 +19,56 @@ from pydantic import ValidationError
 from psservice.model.copies import TensorCopy
 from psservice.storage.files import Files, StorageError, discard
 from psservice.storage.formats import OtherReleaseError
-from psservice.storage.manifest import FileSeal, Manifest
+from psservice.storage.manifest import MANIFEST_NAME, TENSORS_NAME, FileSeal, Manifest
 
 log = logging.getLogger(__name__)
 
-MANIFEST_NAME, TENSORS_NAME = "manifest.json", "state.safetensors"
+_PIN_NAME = "pinned"
 _READ_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One snapshot on the disk."""
+    """One snapshot on the disk.
+
+    ``is_pinned`` tells whether an operator has pinned the snapshot: an empty file ``pinned`` beside the others.
+    """
 
     path: Path
     manifest: Manifest
     files: Files
+    is_pinned: bool = False
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the snapshot stays until an operator deletes it."""
+        return self.manifest.is_named or self.is_pinned
+
+    def open(self) -> list[tuple[str, int, BinaryIO]]:
+        """Open the files of the snapshot to read: name, bytes and file of each, the manifest first.
+
+        What is open can be read to its end, also if the snapshot is removed meanwhile. Raises :class:`StorageError`.
+        """
+        opened: list[tuple[str, int, BinaryIO]] = []
+        try:
+            for name in (MANIFEST_NAME, TENSORS_NAME):
+                file = self.files.open(self.path / name)
+                opened.append((name, file.seek(0, os.SEEK_END), file))
+                file.seek(0)
+        except OSError as error:
+            for _, _, file in opened:
+                file.close()
+            raise StorageError(f"cannot read {self.path}: {error}") from error
+        return opened
+
+    def pin(self) -> None:
+        """Keep the snapshot until it is deleted; raises :class:`StorageError`."""
+        try:
+            self.files.write(self.path / _PIN_NAME, b"")
+            self.files.sync(self.path / _PIN_NAME)
+            self.files.sync(self.path)
+        except OSError as error:
+            raise StorageError(f"cannot pin {self.path}: {error.strerror or error}") from error
 
     def read(self) -> dict[str, torch.Tensor]:
         """Read the tensors; raises :class:`StorageError` if the file is not the one of the manifest."""
@@ -112,7 +149,7 @@ def readable(files: Files, directory: Path) -> list[Snapshot]:
         except (OSError, ValidationError, StorageError) as error:
             log.warning("snapshot cannot be read", extra={"path": str(path), "error": str(error)})
             continue
-        snapshots.append(Snapshot(path, manifest, files))
+        snapshots.append(Snapshot(path, manifest, files, is_pinned=_PIN_NAME in files.list(path)))
     return sorted(snapshots, key=lambda snapshot: snapshot.manifest.segment)
 
 
@@ -136,13 +173,13 @@ def newest_number(files: Files, directory: Path) -> int:
 def prune(files: Files, directory: Path, keep: int) -> list[Snapshot]:
     """Remove old snapshots, and unfinished ones; return those behind which the journal is kept.
 
-    Of several snapshots of one checkpoint the newest stays. All that have a name stay, and the newest ``keep`` others,
-    which are returned.
+    Of several snapshots of one checkpoint the newest stays. All that have a name or are pinned stay, and the newest
+    ``keep`` others, which are returned.
     """
     snapshots = readable(files, directory)
     newest = {each.manifest.checkpoint: each for each in snapshots}
     current = [each for each in snapshots if not each.manifest.checkpoint or newest[each.manifest.checkpoint] is each]
-    rotated = [each for each in current if not each.manifest.is_named]
+    rotated = [each for each in current if not each.is_kept]
     for each in snapshots:
         if each not in current or each in rotated[:-keep]:
             discard(files, each.path)

@@ -21,6 +21,7 @@ Object = dict[str, Any]
 POD_TEMPLATES = {
     "StatefulSet": ["spec.template"],
     "Job": ["spec.template"],
+    "CronJob": ["spec.jobTemplate.spec.template"],
     "JobSet": ["spec.replicatedJobs.*.template.spec.template"],
     "TrainingRuntime": ["spec.template.spec.replicatedJobs.*.template.spec.template"],
 }
@@ -84,7 +85,7 @@ def container(template: Object) -> Object:
 
 def workers(overlay: str) -> list[Object]:
     """Return the pod templates of workers."""
-    return [template for kind, template in pods(overlay) if kind != "StatefulSet"]
+    return [template for kind, template in pods(overlay) if kind not in ("StatefulSet", "CronJob")]
 
 
 def environment(overlay: str, template: Object, shard: int = 0) -> dict[str, str]:
@@ -92,7 +93,8 @@ def environment(overlay: str, template: Object, shard: int = 0) -> dict[str, str
     spec = container(template)
     found: dict[str, str] = {}
     for source in spec.get("envFrom", []):
-        found |= one(overlay, "ConfigMap", source["configMapRef"]["name"])["data"]
+        if "configMapRef" in source:  # Secrets are the operator's
+            found |= one(overlay, "ConfigMap", source["configMapRef"]["name"])["data"]
     for variable in spec.get("env", []):
         found[variable["name"]] = variable["value"] if "value" in variable else _filled_in(variable, spec, shard)
     return found

@@ -138,7 +138,7 @@ def test_every_variable_is_a_setting(overlay):
     fields = {"PSSERVICE_": ServerSettings.model_fields, "PSCLIENT_": ClientSettings.model_fields}
     for _, template in pods(overlay):
         for name in environment(overlay, template):
-            if name != "WORLD_SIZE":
+            if name not in ("WORLD_SIZE", "BACKUP_URL"):
                 prefix = name[: name.index("_") + 1]
                 assert name.removeprefix(prefix).lower() in fields[prefix], name
 
@@ -203,7 +203,8 @@ def test_selectors_find_the_shards_and_nothing_else(overlay):
 def test_what_is_referred_to_exists(overlay):
     named = {(each["kind"], each["metadata"]["name"]) for each in build(overlay)}
     secrets = {each["spec"]["secretName"] for each in build(overlay) if each["kind"] == "Certificate"}
-    by_hand = re.findall(r"create secret generic ([a-z-]+)", (ROOT / "docs" / "operate" / "deploy.md").read_text())
+    pages = "".join((ROOT / "docs" / "operate" / f"{page}.md").read_text() for page in ("deploy", "backups"))
+    by_hand = re.findall(r"create secret generic ([a-z-]+)", pages)
     claims = {"psservice-init"} if overlay == "reshard" else set()
     stateful = one(overlay, "StatefulSet", "psservice")["spec"]
     assert ("Service", stateful["serviceName"]) in named
@@ -216,7 +217,10 @@ def test_what_is_referred_to_exists(overlay):
             volumes |= {claim["metadata"]["name"] for claim in stateful["volumeClaimTemplates"]}
         assert {mount["name"] for mount in container(template)["volumeMounts"]} == volumes
         for source in container(template)["envFrom"]:
-            assert ("ConfigMap", source["configMapRef"]["name"]) in named
+            if "secretRef" in source:
+                assert source["secretRef"]["name"] in by_hand
+            else:
+                assert ("ConfigMap", source["configMapRef"]["name"]) in named
         for volume in spec["volumes"]:
             if "configMap" in volume:
                 assert ("ConfigMap", volume["configMap"]["name"]) in named

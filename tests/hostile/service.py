@@ -232,6 +232,8 @@ class Service:
             "FinishRun": lambda: [pb.FinishRunRequest(run_id="another")],
             "TakeSnapshot": lambda: [pb.TakeSnapshotRequest(checkpoint="c")],
             "ListCheckpoints": lambda: [pb.ListCheckpointsRequest()],
+            "PinCheckpoint": lambda: [pb.PinCheckpointRequest(checkpoint="c")],
+            "ReadCheckpoint": lambda: [pb.ReadCheckpointRequest(checkpoint="c")],
             "DeleteCheckpoint": lambda: [pb.DeleteCheckpointRequest(checkpoint="c")],
             "RestoreModel": lambda: [pb.RestoreModelRequest(version=1 << 60)],
             "Drain": lambda: [pb.DrainRequest(action=pb.DRAIN_ACTION_OPEN)],

@@ -107,6 +107,8 @@ def test_what_cannot_be_shown_is_refused_wherever_a_name_stands(server, text):
         ("FinishRun", pb.FinishRunRequest(run_id=text)),
         ("TakeSnapshot", pb.TakeSnapshotRequest(checkpoint=text)),
         ("RestoreModel", pb.RestoreModelRequest(checkpoint=text)),
+        ("PinCheckpoint", pb.PinCheckpointRequest(checkpoint=text)),
+        ("ReadCheckpoint", pb.ReadCheckpointRequest(checkpoint=text)),
         ("DeleteCheckpoint", pb.DeleteCheckpointRequest(checkpoint=text)),
         ("EvictWorker", pb.EvictWorkerRequest(worker_id=text)),
     ):

@@ -112,7 +112,7 @@ class FeedServersFaults:
         return ["--version", str(max(0, version - self._rng.randrange(_MOST_BACK)))]
 
     def _checkpoints(self) -> list[str]:
-        command = [sys.executable, "-m", "psservice", "checkpoints", *self._servers.addresses, "--json"]
+        command = [sys.executable, "-m", "psservice", "checkpoint", "list", *self._servers.addresses, "--json"]
         said = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_COMMAND_SECONDS).stdout
         rows = json.loads(said)["checkpoints"]
         whole = [row for row in rows if row["checkpoint"] and len(row["versions"]) == self._shards]

@@ -538,6 +538,8 @@ class _RestoreStepEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RestoreSt
     """Serve the older model."""
     RESTORE_STEP_ABANDON: _RestoreStep.ValueType  # 3
     """Go on as if nothing had been prepared."""
+    RESTORE_STEP_CHECK: _RestoreStep.ValueType  # 4
+    """Read the older model as PREPARE does, and change nothing."""
 
 class RestoreStep(_RestoreStep, metaclass=_RestoreStepEnumTypeWrapper):
     """The parts of a restore over several shards: it is prepared at all, and then committed at all, or abandoned."""
@@ -550,6 +552,8 @@ RESTORE_STEP_COMMIT: RestoreStep.ValueType  # 2
 """Serve the older model."""
 RESTORE_STEP_ABANDON: RestoreStep.ValueType  # 3
 """Go on as if nothing had been prepared."""
+RESTORE_STEP_CHECK: RestoreStep.ValueType  # 4
+"""Read the older model as PREPARE does, and change nothing."""
 Global___RestoreStep: _TypeAlias = RestoreStep  # noqa: Y015
 
 @_typing.final
@@ -3300,6 +3304,7 @@ class CheckpointStatus(_message.Message):
     CREATED_UNIX_SECONDS_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     NAMED_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
     checkpoint: _builtins.str
     """Id of the checkpoint, drawn or named; empty where it was taken for this shard alone."""
     version: _builtins.int
@@ -3310,6 +3315,8 @@ class CheckpointStatus(_message.Message):
     """Bytes of its tensors."""
     named: _builtins.bool
     """Whether an operator has named it: it is kept until it is deleted."""
+    pinned: _builtins.bool
+    """Whether an operator has pinned it: the same, for one that has no name."""
     def __init__(
         self,
         *,
@@ -3318,10 +3325,11 @@ class CheckpointStatus(_message.Message):
         created_unix_seconds: _builtins.float = ...,
         bytes: _builtins.int = ...,
         named: _builtins.bool = ...,
+        pinned: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "checkpoint", b"checkpoint", "created_unix_seconds", b"created_unix_seconds", "named", b"named", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "checkpoint", b"checkpoint", "created_unix_seconds", b"created_unix_seconds", "named", b"named", "pinned", b"pinned", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3352,14 +3360,58 @@ class ListCheckpointsResponse(_message.Message):
 Global___ListCheckpointsResponse: _TypeAlias = ListCheckpointsResponse  # noqa: Y015
 
 @_typing.final
-class DeleteCheckpointRequest(_message.Message):
-    """Asks for the end of a checkpoint that an operator has named."""
+class PinCheckpointRequest(_message.Message):
+    """Asks that a checkpoint be kept."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     checkpoint: _builtins.str
-    """Its name."""
+    """Its id."""
+    def __init__(
+        self,
+        *,
+        checkpoint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinCheckpointRequest: _TypeAlias = PinCheckpointRequest  # noqa: Y015
+
+@_typing.final
+class PinCheckpointResponse(_message.Message):
+    """The checkpoint is kept until it is deleted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Version of the shard in it."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinCheckpointResponse: _TypeAlias = PinCheckpointResponse  # noqa: Y015
+
+@_typing.final
+class DeleteCheckpointRequest(_message.Message):
+    """Asks for the end of a checkpoint that an operator has named or pinned."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    checkpoint: _builtins.str
+    """Its name or id."""
     def __init__(
         self,
         *,
@@ -3394,6 +3446,86 @@ class DeleteCheckpointResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeleteCheckpointResponse: _TypeAlias = DeleteCheckpointResponse  # noqa: Y015
+
+@_typing.final
+class ReadCheckpointRequest(_message.Message):
+    """Asks for the files of a checkpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    checkpoint: _builtins.str
+    """Its name or id."""
+    def __init__(
+        self,
+        *,
+        checkpoint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadCheckpointRequest: _TypeAlias = ReadCheckpointRequest  # noqa: Y015
+
+@_typing.final
+class ReadCheckpointResponse(_message.Message):
+    """Each file of the checkpoint, and behind it as many bytes as it has: first the manifest, then the tensors. A checkpoint
+    that is deleted meanwhile is still read to its end.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILE_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """The next bytes of the file."""
+    @_builtins.property
+    def file(self) -> Global___CheckpointFile:
+        """A file begins."""
+
+    def __init__(
+        self,
+        *,
+        file: Global___CheckpointFile | None = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "file", b"file", "part", b"part"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "file", b"file", "part", b"part"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["file", "data"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+
+Global___ReadCheckpointResponse: _TypeAlias = ReadCheckpointResponse  # noqa: Y015
+
+@_typing.final
+class CheckpointFile(_message.Message):
+    """One file of a checkpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name: manifest.json or state.safetensors."""
+    bytes: _builtins.int
+    """Its size."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckpointFile: _TypeAlias = CheckpointFile  # noqa: Y015
 
 @_typing.final
 class RestoreModelRequest(_message.Message):
@@ -3439,7 +3571,7 @@ Global___RestoreModelRequest: _TypeAlias = RestoreModelRequest  # noqa: Y015
 
 @_typing.final
 class RestoreModelResponse(_message.Message):
-    """The shard has gone back, or, with PREPARE, is ready to."""
+    """The shard has gone back, or, with PREPARE, is ready to, or, with CHECK, could."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -3450,11 +3582,11 @@ class RestoreModelResponse(_message.Message):
     version: _builtins.int
     """Its version then."""
     generation: _builtins.int
-    """Its generation then."""
+    """Its generation then; with CHECK, that in which it had the version."""
     ticket: _builtins.str
     """With PREPARE: names what was prepared."""
     publication: _builtins.str
-    """With PREPARE, of a feed: the publication that the older model is."""
+    """With PREPARE or CHECK, of a feed: the publication that the older model is."""
     def __init__(
         self,
         *,

@@ -125,10 +125,20 @@ class ParameterServerServiceStub(object):
                 request_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.ListCheckpointsRequest.SerializeToString,
                 response_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.ListCheckpointsResponse.FromString,
                 _registered_method=True)
+        self.PinCheckpoint = channel.unary_unary(
+                '/sparseps.v1.ParameterServerService/PinCheckpoint',
+                request_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.PinCheckpointRequest.SerializeToString,
+                response_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.PinCheckpointResponse.FromString,
+                _registered_method=True)
         self.DeleteCheckpoint = channel.unary_unary(
                 '/sparseps.v1.ParameterServerService/DeleteCheckpoint',
                 request_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.DeleteCheckpointRequest.SerializeToString,
                 response_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.DeleteCheckpointResponse.FromString,
+                _registered_method=True)
+        self.ReadCheckpoint = channel.unary_stream(
+                '/sparseps.v1.ParameterServerService/ReadCheckpoint',
+                request_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.ReadCheckpointRequest.SerializeToString,
+                response_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.ReadCheckpointResponse.FromString,
                 _registered_method=True)
         self.RestoreModel = channel.unary_unary(
                 '/sparseps.v1.ParameterServerService/RestoreModel',
@@ -281,8 +291,22 @@ class ParameterServerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PinCheckpoint(self, request, context):
+        """Keeps a checkpoint that a shard 0 has drawn until it is deleted. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteCheckpoint(self, request, context):
-        """Deletes a checkpoint that an operator has named.
+        """Deletes a checkpoint that an operator has named or pinned.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadCheckpoint(self, request, context):
+        """Reads the files of a checkpoint as they are on the disk, for a backup.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -402,10 +426,20 @@ def add_ParameterServerServiceServicer_to_server(servicer, server):
                     request_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.ListCheckpointsRequest.FromString,
                     response_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.ListCheckpointsResponse.SerializeToString,
             ),
+            'PinCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinCheckpoint,
+                    request_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.PinCheckpointRequest.FromString,
+                    response_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.PinCheckpointResponse.SerializeToString,
+            ),
             'DeleteCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteCheckpoint,
                     request_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.DeleteCheckpointRequest.FromString,
                     response_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.DeleteCheckpointResponse.SerializeToString,
+            ),
+            'ReadCheckpoint': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadCheckpoint,
+                    request_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.ReadCheckpointRequest.FromString,
+                    response_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.ReadCheckpointResponse.SerializeToString,
             ),
             'RestoreModel': grpc.unary_unary_rpc_method_handler(
                     servicer.RestoreModel,
@@ -921,6 +955,33 @@ class ParameterServerService(object):
             _registered_method=True)
 
     @staticmethod
+    def PinCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sparseps.v1.ParameterServerService/PinCheckpoint',
+            pscore_dot_wire_dot_v1_dot_parameter__server__pb2.PinCheckpointRequest.SerializeToString,
+            pscore_dot_wire_dot_v1_dot_parameter__server__pb2.PinCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def DeleteCheckpoint(request,
             target,
             options=(),
@@ -937,6 +998,33 @@ class ParameterServerService(object):
             '/sparseps.v1.ParameterServerService/DeleteCheckpoint',
             pscore_dot_wire_dot_v1_dot_parameter__server__pb2.DeleteCheckpointRequest.SerializeToString,
             pscore_dot_wire_dot_v1_dot_parameter__server__pb2.DeleteCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/sparseps.v1.ParameterServerService/ReadCheckpoint',
+            pscore_dot_wire_dot_v1_dot_parameter__server__pb2.ReadCheckpointRequest.SerializeToString,
+            pscore_dot_wire_dot_v1_dot_parameter__server__pb2.ReadCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -84,8 +84,12 @@ class ParameterServerServiceStub:
     """Takes a snapshot now. Needs a data directory."""
     ListCheckpoints: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.ListCheckpointsRequest, _parameter_server_pb2.ListCheckpointsResponse]
     """Reports the checkpoints that the data directory holds."""
+    PinCheckpoint: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.PinCheckpointRequest, _parameter_server_pb2.PinCheckpointResponse]
+    """Keeps a checkpoint that a shard 0 has drawn until it is deleted. Idempotent."""
     DeleteCheckpoint: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.DeleteCheckpointRequest, _parameter_server_pb2.DeleteCheckpointResponse]
-    """Deletes a checkpoint that an operator has named."""
+    """Deletes a checkpoint that an operator has named or pinned."""
+    ReadCheckpoint: _grpc.UnaryStreamMultiCallable[_parameter_server_pb2.ReadCheckpointRequest, _parameter_server_pb2.ReadCheckpointResponse]
+    """Reads the files of a checkpoint as they are on the disk, for a backup."""
     RestoreModel: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.RestoreModelRequest, _parameter_server_pb2.RestoreModelResponse]
     """Goes back to a version that the data directory still covers, as a new generation that workers pull by themselves."""
     Drain: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.DrainRequest, _parameter_server_pb2.DrainResponse]
@@ -142,8 +146,12 @@ class ParameterServerServiceAsyncStub(ParameterServerServiceStub):
     """Takes a snapshot now. Needs a data directory."""
     ListCheckpoints: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.ListCheckpointsRequest, _parameter_server_pb2.ListCheckpointsResponse]  # type: ignore[assignment]
     """Reports the checkpoints that the data directory holds."""
+    PinCheckpoint: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.PinCheckpointRequest, _parameter_server_pb2.PinCheckpointResponse]  # type: ignore[assignment]
+    """Keeps a checkpoint that a shard 0 has drawn until it is deleted. Idempotent."""
     DeleteCheckpoint: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.DeleteCheckpointRequest, _parameter_server_pb2.DeleteCheckpointResponse]  # type: ignore[assignment]
-    """Deletes a checkpoint that an operator has named."""
+    """Deletes a checkpoint that an operator has named or pinned."""
+    ReadCheckpoint: _aio.UnaryStreamMultiCallable[_parameter_server_pb2.ReadCheckpointRequest, _parameter_server_pb2.ReadCheckpointResponse]  # type: ignore[assignment]
+    """Reads the files of a checkpoint as they are on the disk, for a backup."""
     RestoreModel: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.RestoreModelRequest, _parameter_server_pb2.RestoreModelResponse]  # type: ignore[assignment]
     """Goes back to a version that the data directory still covers, as a new generation that workers pull by themselves."""
     Drain: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.DrainRequest, _parameter_server_pb2.DrainResponse]  # type: ignore[assignment]
@@ -307,12 +315,28 @@ class ParameterServerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Reports the checkpoints that the data directory holds."""
 
     @_abc_1.abstractmethod
+    def PinCheckpoint(
+        self,
+        request: _parameter_server_pb2.PinCheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_parameter_server_pb2.PinCheckpointResponse, _abc.Awaitable[_parameter_server_pb2.PinCheckpointResponse]]:
+        """Keeps a checkpoint that a shard 0 has drawn until it is deleted. Idempotent."""
+
+    @_abc_1.abstractmethod
     def DeleteCheckpoint(
         self,
         request: _parameter_server_pb2.DeleteCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_parameter_server_pb2.DeleteCheckpointResponse, _abc.Awaitable[_parameter_server_pb2.DeleteCheckpointResponse]]:
-        """Deletes a checkpoint that an operator has named."""
+        """Deletes a checkpoint that an operator has named or pinned."""
+
+    @_abc_1.abstractmethod
+    def ReadCheckpoint(
+        self,
+        request: _parameter_server_pb2.ReadCheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_parameter_server_pb2.ReadCheckpointResponse], _abc.AsyncIterator[_parameter_server_pb2.ReadCheckpointResponse]]:
+        """Reads the files of a checkpoint as they are on the disk, for a backup."""
 
     @_abc_1.abstractmethod
     def RestoreModel(

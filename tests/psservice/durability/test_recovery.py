@@ -1,6 +1,7 @@
 """A shard begun again from its data directory is the one that died: parameters, versions, identities, buffers."""
 
 import os
+import zlib
 from pathlib import Path
 
 import pytest
@@ -466,3 +467,24 @@ def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
     push(shard, 1, {0: 1.0})
     shard.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_that_is_open_is_read_to_its_end_whoever_deletes_it(tmp_path):
+    with Shard(tmp_path) as one:
+        begin(one)
+        named = one.durability.take_asked("old")
+        seal = named.manifest.tensors
+        one.durability.take_asked("")
+        files = one.durability.open("old")
+        one.durability.delete("old")
+        assert not named.path.exists()
+        with pytest.raises(Rejected) as refusal:
+            one.durability.open("old")
+        assert refusal.value.reason is ErrorCode.NO_SUCH_CHECKPOINT
+        content = {}
+        for name, size, file in files:
+            with file:
+                content[name] = file.read()
+            assert len(content[name]) == size
+    assert (len(content["state.safetensors"]), zlib.crc32(content["state.safetensors"])) == (seal.bytes, seal.crc32)
+    assert [*content] == ["manifest.json", "state.safetensors"]

@@ -101,7 +101,14 @@ def test_tokens_decide_who_does_what(tokens, tmp_path, monkeypatch, capsys):
         assert psclient.download(server.server)
         assert main(["status", server.addresses[0], "--json"]) == 0
         assert json.loads(capsys.readouterr().out)[0]["version"] == 4
-        for command in (["finish"], ["drain"], ["evict", "anna"], ["snapshot"], ["restore", "--version", "1"]):
+        for command in (
+            ["finish"],
+            ["drain"],
+            ["evict", "anna"],
+            ["checkpoint", "create"],
+            ["checkpoint", "export", "any", "--to", str(tmp_path / "store")],
+            ["restore", "--version", "1"],
+        ):
             assert main([*command, server.addresses[0]]) == 3, command
             assert "PERMISSION_DENIED" in capsys.readouterr().err
         monkeypatch.delenv("PSCLIENT_TOKEN")

@@ -39,7 +39,7 @@ def run(capsys, *words):
 
 
 def listed(capsys, server):
-    code, printed = run(capsys, "checkpoints", server.server, "--json")
+    code, printed = run(capsys, "checkpoint", "list", server.server, "--json")
     assert code == 0
     return {each["checkpoint"]: each for each in json.loads(printed.out)["checkpoints"] if each["checkpoint"]}
 
@@ -48,15 +48,15 @@ def test_a_named_checkpoint_outlives_all_that_come_after_it(shards, capsys):
     server, model, optimizer, train = shards
     train(2)
     before = [parameter.clone() for parameter in model.parameters()]
-    assert run(capsys, "snapshot", server.server, "--name", "before the cut")[0] == 0
+    assert run(capsys, "checkpoint", "create", server.server, "--name", "before the cut")[0] == 0
     for _ in range(KEPT + 2):
         train()
-        assert run(capsys, "snapshot", server.server)[0] == 0
+        assert run(capsys, "checkpoint", "create", server.server)[0] == 0
     found = listed(capsys, server)
     assert len(found) == KEPT + 1
     assert found["before the cut"]["named"]
     assert found["before the cut"]["versions"] == {"0": 3, "1": 3}
-    code, printed = run(capsys, "checkpoints", *reversed(server.addresses))
+    code, printed = run(capsys, "checkpoint", "list", *reversed(server.addresses))
     assert code == 0
     assert "before the cut" in printed.out
     assert run(capsys, "restore", server.server, "--checkpoint", "before the cut")[0] == 0
@@ -64,7 +64,7 @@ def test_a_named_checkpoint_outlives_all_that_come_after_it(shards, capsys):
     assert all(torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
     for _ in range(KEPT + 1):
         train()
-        assert run(capsys, "snapshot", server.server)[0] == 0
+        assert run(capsys, "checkpoint", "create", server.server)[0] == 0
     assert "before the cut" in listed(capsys, server), "going back is no leave to forget it"
     train()
     assert_same_parameters(model, server.server)
@@ -72,10 +72,10 @@ def test_a_named_checkpoint_outlives_all_that_come_after_it(shards, capsys):
 
 def test_what_is_between_a_named_checkpoint_and_the_rest_is_refused_by_its_version(shards, capsys):
     server, _, _, train = shards
-    run(capsys, "snapshot", server.server, "--name", "old")
+    run(capsys, "checkpoint", "create", server.server, "--name", "old")
     for _ in range(KEPT + 1):
         train(2)
-        run(capsys, "snapshot", server.server)
+        run(capsys, "checkpoint", "create", server.server)
     code, printed = run(capsys, "restore", server.server, "--version", "2")
     assert code == 3
     assert "old" in printed.err
@@ -84,10 +84,10 @@ def test_what_is_between_a_named_checkpoint_and_the_rest_is_refused_by_its_versi
 
 def test_a_server_with_a_named_checkpoint_recovers_from_the_newest(shards, capsys):
     server, model, optimizer, train = shards
-    run(capsys, "snapshot", server.server, "--name", "old")
+    run(capsys, "checkpoint", "create", server.server, "--name", "old")
     for _ in range(KEPT + 1):
         train()
-        run(capsys, "snapshot", server.server)
+        run(capsys, "checkpoint", "create", server.server)
     train()
     for index in (0, 1):
         server.processes[index].kill()
@@ -100,23 +100,23 @@ def test_a_server_with_a_named_checkpoint_recovers_from_the_newest(shards, capsy
 
 def test_a_name_is_taken_once_and_free_again_when_it_was_deleted(shards, capsys):
     server, _, _, train = shards
-    assert run(capsys, "snapshot", server.server, "--name", "a")[0] == 0
+    assert run(capsys, "checkpoint", "create", server.server, "--name", "a")[0] == 0
     train()
-    code, printed = run(capsys, "snapshot", server.server, "--name", "a")
+    code, printed = run(capsys, "checkpoint", "create", server.server, "--name", "a")
     assert code == 3
-    assert "psservice checkpoints --delete a" in printed.err
-    assert run(capsys, "snapshot", server.server)[0] == 0
-    code, printed = run(capsys, "checkpoints", server.server, "--delete", "a")
+    assert "psservice checkpoint delete a" in printed.err
+    assert run(capsys, "checkpoint", "create", server.server)[0] == 0
+    code, printed = run(capsys, "checkpoint", "delete", "a", server.server)
     assert (code, "deleted" in printed.out) == (0, True)
     assert "a" not in listed(capsys, server)
-    assert run(capsys, "checkpoints", server.server, "--delete", "a")[0] == 3
-    assert run(capsys, "snapshot", server.server, "--name", "a")[0] == 0
+    assert run(capsys, "checkpoint", "delete", "a", server.server)[0] == 3
+    assert run(capsys, "checkpoint", "create", server.server, "--name", "a")[0] == 0
 
 
 def test_what_a_server_would_recover_from_is_not_deleted(shards, capsys):
     server, *_ = shards
-    assert run(capsys, "snapshot", server.server, "--name", "newest")[0] == 0
-    code, printed = run(capsys, "checkpoints", server.server, "--delete", "newest")
+    assert run(capsys, "checkpoint", "create", server.server, "--name", "newest")[0] == 0
+    code, printed = run(capsys, "checkpoint", "delete", "newest", server.server)
     assert code == 3
     assert "newest snapshot" in printed.err
     assert "newest" in listed(capsys, server)
@@ -124,33 +124,33 @@ def test_what_a_server_would_recover_from_is_not_deleted(shards, capsys):
 
 def test_a_checkpoint_that_nobody_has_named_goes_by_itself(shards, capsys):
     server, _, _, train = shards
-    run(capsys, "snapshot", server.server)
+    run(capsys, "checkpoint", "create", server.server)
     (drawn,) = listed(capsys, server)
     train()
-    run(capsys, "snapshot", server.server)
-    code, printed = run(capsys, "checkpoints", server.server, "--delete", drawn)
+    run(capsys, "checkpoint", "create", server.server)
+    code, printed = run(capsys, "checkpoint", "delete", drawn, server.server)
     assert code == 3
     assert "--keep-snapshots" in printed.err
     with pytest.raises(SystemExit) as ended:
-        cli.main(["snapshot", server.server, "--name", drawn])
+        cli.main(["checkpoint", "create", server.server, "--name", drawn])
     assert ended.value.code == 2
 
 
 def test_a_checkpoint_that_is_missing_is_answered_with_those_that_are_there(shards, capsys):
     server, *_ = shards
-    run(capsys, "snapshot", server.server, "--name", "here")
+    run(capsys, "checkpoint", "create", server.server, "--name", "here")
     code, printed = run(capsys, "restore", server.server, "--checkpoint", "there")
     assert code == 3
     assert "'there'" in printed.err
     assert "here" in printed.err
     assert "proto" not in printed.err
-    assert "psservice checkpoints" in printed.err
+    assert "psservice checkpoint list" in printed.err
 
 
 def test_a_snapshot_of_one_shard_is_listed_with_the_shards_index(shards, capsys):
     server, *_ = shards
     call(server.addresses[1], "TakeSnapshot", pb.TakeSnapshotRequest(), 10)
-    code, printed = run(capsys, "checkpoints", server.server)
+    code, printed = run(capsys, "checkpoint", "list", server.server)
     assert code == 0
     assert "(of shard 1 alone)" in printed.out
 
@@ -173,7 +173,7 @@ def test_drain_and_stop_leaves_one_snapshot_of_its_version(tmp_path, capsys):
 @pytest.mark.parametrize(("to", "target"), [("checkpoint", "good"), ("version", "1")])
 def test_a_restore_that_one_shard_cannot_do_takes_no_shard_back(to, target, shards, tmp_path, capsys):
     server, model, _, train = shards
-    assert run(capsys, "snapshot", "--name", "good", *server.addresses)[0] == 0
+    assert run(capsys, "checkpoint", "create", "--name", "good", *server.addresses)[0] == 0
     train()
     server.processes[1].kill()
     server.processes[1].wait()

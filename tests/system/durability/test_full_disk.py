@@ -76,12 +76,12 @@ def test_snapshots_go_on_when_a_full_disk_has_room_again(tmp_path):
             for failed in (1, 2, 3):  # the first ends nothing
                 train_step(model, optimizer, *make_data())
                 wait_until(lambda failed=failed: metric(server, "psservice_snapshot_errors_total") >= failed)
-            assert main(["snapshot", server.addresses[0]]) != 0
+            assert main(["checkpoint", "create", server.addresses[0]]) != 0
             assert optimizer.version == 6
         assert "no snapshot could be taken" in log_of(tmp_path)
         assert "File too large" in log_of(tmp_path)
         wait_until(lambda: metric(server, "psservice_snapshot_version") == 6)
-        assert main(["snapshot", server.addresses[0]]) == 0
+        assert main(["checkpoint", "create", server.addresses[0]]) == 0
         assert not list((tmp_path / "data").glob("*/snapshots/.*"))
 
 

@@ -38,14 +38,14 @@ def test_each_act_of_an_operator_leaves_one_line(tmp_path, monkeypatch):
             optimizer.step()
             monkeypatch.setenv("PSCLIENT_TOKEN", ADMIN)
             for words, status in (
-                (["snapshot", "--name", "good"], 0),
+                (["checkpoint", "create", "--name", "good"], 0),
                 (["drain"], 0),
                 (["drain", "--undo"], 0),
                 (["evict", "w0", "--ban-seconds", "1"], 0),
                 (["evict", "nobody"], 3),
                 (["restore", "--checkpoint", "good"], 0),
-                (["snapshot", "--name", "better"], 0),
-                (["checkpoints", "--delete", "good"], 0),
+                (["checkpoint", "create", "--name", "better"], 0),
+                (["checkpoint", "delete", "good"], 0),
                 (["status"], 0),
                 (["finish"], 0),
                 (["finish"], 0),

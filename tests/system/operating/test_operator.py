@@ -87,7 +87,7 @@ def test_exit_statuses_tell_unreachable_wrong_refused_and_partial(two_shards, wo
         ["status"],
         ["workers"],
         ["finish"],
-        ["snapshot"],
+        ["checkpoint", "create"],
         ["restore", "--version", "1"],
         ["drain"],
         ["evict", "w"],
@@ -98,8 +98,8 @@ def test_exit_statuses_tell_unreachable_wrong_refused_and_partial(two_shards, wo
     assert run(capsys, "evict", "nobody", two_shards.server)[0] == 3
     assert run(capsys, "evict", "nobody", two_shards.addresses[0], NOWHERE, *quick)[0] == 1, "that one may have it"
     before = [status(address).snapshot_checkpoint for address in two_shards.addresses]
-    code, printed = run(capsys, "snapshot", two_shards.server, NOWHERE, *quick)
-    assert (code, "no snapshot was taken" in printed.err) == (1, True), "a checkpoint is of all shards or of none"
+    code, printed = run(capsys, "checkpoint", "create", two_shards.server, NOWHERE, *quick)
+    assert (code, "no checkpoint was taken" in printed.err) == (1, True), "a checkpoint is of all shards or of none"
     assert [status(address).snapshot_checkpoint for address in two_shards.addresses] == before
     for wrong in (
         ["status", "no-port"],
@@ -116,7 +116,7 @@ def test_exit_statuses_tell_unreachable_wrong_refused_and_partial(two_shards, wo
 @pytest.mark.parametrize(
     "words",
     [
-        ["snapshot"],
+        ["checkpoint", "create"],
         ["restore", "--version", "1"],
         ["drain"],
         ["drain", "--stop"],

@@ -25,7 +25,7 @@ from tests.system.tools import QUICK, assert_same_parameters, make_data, make_mo
 
 def test_the_same_shard_under_two_names_is_noticed_before_anything_is_done(two_shards, worker, capsys):
     other_name = two_shards.addresses[0].replace("127.0.0.1", "localhost")
-    for command in (["drain"], ["snapshot"], ["restore", "--version", "1"]):
+    for command in (["drain"], ["checkpoint", "create"], ["restore", "--version", "1"]):
         code, printed = run(capsys, *command, two_shards.server, other_name)
         assert code == 2
         assert "both shard 0; nothing was done" in printed.err
@@ -34,7 +34,7 @@ def test_the_same_shard_under_two_names_is_noticed_before_anything_is_done(two_s
 
 def test_a_checkpoint_is_taken_with_addresses_in_any_order_and_gone_back_to(two_shards, worker, capsys):
     model, optimizer = worker
-    code, taken = run_json(capsys, "snapshot", *reversed(two_shards.addresses))
+    code, taken = run_json(capsys, "checkpoint", "create", *reversed(two_shards.addresses))
     assert code == 0
     assert [each["address"] for each in taken] == two_shards.addresses
     assert len({each["checkpoint"] for each in taken}) == 1
@@ -74,7 +74,7 @@ def test_a_second_drain_names_the_checkpoint_of_the_first(two_shards, worker, ca
     drains = [run_json(capsys, "drain", two_shards.server) for _ in range(2)]
     first, second = ([each["snapshot"]["checkpoint"] for each in drained] for _, drained in drains)
     assert (first, [code for code, _ in drains]) == (second, [0, 0])
-    _, listed = run_json(capsys, "checkpoints", two_shards.server)
+    _, listed = run_json(capsys, "checkpoint", "list", two_shards.server)
     assert listed["checkpoints"][-1]["checkpoint"] == first[0]
     assert run(capsys, "drain", "--undo", two_shards.server)[0] == 0
     train_step(*worker, *make_data())

@@ -58,7 +58,7 @@ def test_one_address_is_enough_for_workers_and_operators(tmp_path, capsys):
         code, frame = run_json(capsys, "top", command.address, "--once", "--interval-seconds", "0.1")
         assert [shard["address"] for shard in frame["shards"]] == [command.address_of(i) for i in range(SHARDS)]
         assert frame["workers"][0]["missing_shards"] == []
-        code, taken = run_json(capsys, "snapshot", command.address, "--name", "here")
+        code, taken = run_json(capsys, "checkpoint", "create", command.address, "--name", "here")
         assert (code, len({each["path"] for each in taken})) == (0, SHARDS)
         train_step(model, optimizer, *make_data())
         code, restored = run_json(capsys, "restore", command.address, "--checkpoint", "here")
