@@ -100,7 +100,10 @@ class ServerSettings(LayeredSettings):
     shard_index: int = setting(0, "index of this shard; shard 0 coordinates", ge=0)
     num_shards: int = setting(1, "number of shards of the model", ge=1)
     coordinator: str = setting(
-        "", "where every other shard follows shard 0: HOST:PORT of its --listen; --shards sets it", max_length=300
+        "",
+        "where every other shard follows shard 0: HOST:PORT of its --listen, or of it and its standby, with a slash "
+        "between; --shards sets it",
+        max_length=300,
     )
     coordinator_ca: Path | None = setting(None, "CA (PEM) of shard 0's certificate; by default that of --tls-client-ca")
     shards: int = setting(

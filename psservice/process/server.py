@@ -123,9 +123,8 @@ class Server:
         except (StorageError, SecurityError, TracingError) as error:
             raise StartError(str(error)) from error
         operators = OperatorCalls(self.shard, lambda: self._dispatcher.queued, self.update_health, self._ask_to_stop)
-        calls = (
-            WorkerCalls(self.shard), ReaderCalls(self.shard), ShardCalls(self.shard), StandbyCalls(self.shard), operators
-        )  # fmt: skip
+        shard = self.shard
+        calls = (WorkerCalls(shard), ReaderCalls(shard), ShardCalls(shard), StandbyCalls(shard), operators)
         handlers_by_rpc = {rpc: handler for each in calls for rpc, handler in handlers_of(each).items()}
         self._dispatcher = Dispatcher(handlers_by_rpc, authenticator, self.shard)
         self.shard.leases.waiters.serve_on(self._loop.loop.call_soon_threadsafe)

@@ -1,18 +1,16 @@
 """The call of a standby to the shard that it stands by for, and the one that only a standby answers."""
 
-import logging
 from collections.abc import Iterator
 
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.awaiting import RECORDS, NotYetError
 from psservice.rpc.calls import Call
+from psservice.shard.join import hear_of_itself
 from psservice.shard.lifecycle import note_histories
 from psservice.shard.shard import Shard
 from psservice.storage.journal import Position
 from psservice.storage.parts import HeldPart, JournalPart, SnapshotPart
-
-log = logging.getLogger(__name__)
 
 _DATA_BYTES = 1 << 20  # of one message
 _AGAIN_SECONDS = 1.0  # after which a waiting call is answered in any case, so that both sides know of each other
@@ -38,17 +36,11 @@ class StandbyCalls:
 
     def _hear_of_successor(self, request: pb.ReplicateRequest) -> Iterator[bytes]:
         """Learn that a standby serves in this shard's place, and write that down before the answer."""
-        shard, model = self._shard, self._shard.model
-        if model is not None and request.successor.shard_index == shard.settings.shard_index:
-            shard.state.histories.hear_of_itself(request.successor, model.generation, model.version)
+        shard = self._shard
+        if shard.model is not None and request.successor.shard_index == shard.settings.shard_index:
             shard.durability.replication.forget()
+            hear_of_itself(shard, request.successor)
             note_histories(shard)
-            if shard.replaced_by:
-                log.error(
-                    "a standby serves in this server's place: nothing is served here any more; stop this server",
-                    extra={"standby": request.standby, "generation": shard.replaced_by},
-                )
-                shard.leases.waiters.wake(everyone=True)
         yield pb.ReplicateResponse(header=self._header(Position(), 0)).SerializeToString()
 
     def _answer(self, shard: Shard, held: HeldPart) -> Iterator[bytes]:
