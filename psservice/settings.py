@@ -41,7 +41,7 @@ _GROUPS = {
     "listen": "addresses, and who may call",
     "device": "device and shards",
     "init": "the run",
-    "relay_of": "relay of another server",
+    "relay_of": "relay, or standby, of another server",
     "down_mode": "replies and buffers",
     "end_versions": "the end of the run",
     "data_dir": "durability",

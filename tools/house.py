@@ -48,6 +48,7 @@ ROOMS = {
         ["apply_thread", "membership"],
         ["state"],
         ["cuts", "data_leases", "feed"],
+        ["standby"],
         ["backups"],
         ["storage"],
         ["observability"],

@@ -80,7 +80,7 @@ class StandbyServer:
     def _open(self) -> None:
         settings = self.settings
         try:
-            authenticator = Authenticator(settings.tokens, self._watcher)
+            authenticator = Authenticator(settings.tokens, self._watcher, settings.certificate_roles)
             certificates = None
             if settings.tls_cert and settings.tls_key:
                 certificates = ServerCertificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)

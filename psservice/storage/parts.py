@@ -9,7 +9,8 @@ from typing import BinaryIO
 from psservice.storage.files import Files
 from psservice.storage.journal import Position, segment_path
 from psservice.storage.journal_format import HEAD_BYTES, read_mark
-from psservice.storage.snapshots import MANIFEST_NAME, TENSORS_NAME, Snapshot
+from psservice.storage.manifest import MANIFEST_NAME, TENSORS_NAME
+from psservice.storage.snapshots import Snapshot
 
 MOST_JOURNAL_BYTES = 4 << 20
 """Of one part, so that a standby tells often what it has."""

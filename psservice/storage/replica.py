@@ -21,9 +21,9 @@ from psservice.storage.files import OpenFile, StorageError, discard
 from psservice.storage.journal import Position, SegmentReader, segment_numbers, segment_path
 from psservice.storage.journal_format import HEAD_BYTES, read_mark
 from psservice.storage.lock_file import STANDBY, LockFile, Watermark
-from psservice.storage.manifest import FileSeal, Manifest
+from psservice.storage.manifest import MANIFEST_NAME, TENSORS_NAME, FileSeal, Manifest
 from psservice.storage.parts import HeldPart
-from psservice.storage.snapshots import MANIFEST_NAME, TENSORS_NAME, Snapshot
+from psservice.storage.snapshots import Snapshot
 
 log = logging.getLogger(__name__)
 
