@@ -348,8 +348,12 @@ _TRANSIENT = _LOST | {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCEL
 
 _HELD_BACK = frozenset({ErrorCode.TOO_FAR_AHEAD, ErrorCode.ROUND_OPEN})
 
-_LATER = _HELD_BACK | {ErrorCode.BUSY, ErrorCode.DRAINING, ErrorCode.NOT_DURABLE}
+_LATER = _HELD_BACK | {ErrorCode.BUSY, ErrorCode.DRAINING, ErrorCode.NOT_DURABLE, ErrorCode.NO_STANDBY}
 """Reasons for which the same call will do later."""
+
+
+_ELSEWHERE = frozenset({ErrorCode.SHARD_MISMATCH, ErrorCode.STANDBY, ErrorCode.REPLACED})
+"""Reasons of a server that is not, or no longer, the one that is looked for: it may be at another address."""
 
 
 REJOIN_REASONS = frozenset(
@@ -381,7 +385,7 @@ def from_rpc_error(error: grpc.RpcError, address: str = "") -> Exception:
         detail = detail.removesuffix(f" ({reason.name}: {reason.advice})")
     if reason is ErrorCode.EVICTED:
         return EvictedError(detail, retry_seconds or 0.0)
-    if reason is ErrorCode.SHARD_MISMATCH:
+    if reason in _ELSEWHERE:
         return Transient(detail, reason=reason, lost=True)  # another server's answer, and no Rejected either
     if reason is not None:
         return Rejected(reason, detail, retry_seconds=retry_seconds, **found.metadata)

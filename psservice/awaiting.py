@@ -12,6 +12,9 @@ from collections.abc import Callable
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.values import Identity
 
+RECORDS = Identity("", "")
+"""Stands, as the ``pusher`` of a :class:`NotYetError`, for every record: :meth:`Waiters.recorded` wakes such a call."""
+
 _RETRY_SECONDS = 0.1  # for a call that does not wait, or has waited as long as it may
 _SHORTEST_SECONDS = 0.01  # between two tries of a call: the time may be over that decides, and the condition unmet
 
@@ -60,7 +63,7 @@ class Waiters:
         self.pushers: dict[Identity, dict[Callable[[], None], None]] = {}
         self._pusher_of: dict[Callable[[], None], Identity] = {}
         self._post: Callable[[Callable[[], None]], object] = lambda look: None
-        self._is_posted = False
+        self._is_posted = self._is_record_posted = False
         self.everyone = self._seen = object()
 
     def __len__(self) -> int:
@@ -100,6 +103,16 @@ class Waiters:
         """Have the calls look at their conditions that wait for a push of this worker; on the event loop."""
         for wake in [*self.pushers.get(identity, ())]:
             self._look_at(wake)
+
+    def recorded(self) -> None:
+        """Have the calls look at their conditions that wait for a record; from any thread, and waits for nothing."""
+        if RECORDS in self.pushers and not self._is_record_posted:
+            self._is_record_posted = True
+            self._post(self._look_at_records)
+
+    def _look_at_records(self) -> None:
+        self._is_record_posted = False  # first: a record from here on posts anew
+        self.pushed(RECORDS)
 
     def _look(self) -> None:
         self._is_posted = False  # first: a change from here on posts anew

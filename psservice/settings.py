@@ -41,7 +41,7 @@ _GROUPS = {
     "listen": "addresses, and who may call",
     "device": "device and shards",
     "init": "the run",
-    "relay_of": "relay of another server",
+    "relay_of": "relay, or standby, of another server",
     "down_mode": "replies and buffers",
     "end_versions": "the end of the run",
     "data_dir": "durability",
@@ -52,6 +52,7 @@ _GROUPS = {
 """Titles of groups of settings in --help, by the first setting of each."""
 
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+_SOURCES = {"relay": "--relay-of", "standby": "--standby-of"}
 _NOT_OF_RELAYS = ("init", "run_id", "end_versions", "end_samples", "final_model")
 
 
@@ -99,7 +100,10 @@ class ServerSettings(LayeredSettings):
     shard_index: int = setting(0, "index of this shard; shard 0 coordinates", ge=0)
     num_shards: int = setting(1, "number of shards of the model", ge=1)
     coordinator: str = setting(
-        "", "where every other shard follows shard 0: HOST:PORT of its --listen; --shards sets it", max_length=300
+        "",
+        "where every other shard follows shard 0: HOST:PORT of its --listen, or of it and its standby, with a slash "
+        "between; --shards sets it",
+        max_length=300,
     )
     coordinator_ca: Path | None = setting(None, "CA (PEM) of shard 0's certificate; by default that of --tls-client-ca")
     shards: int = setting(
@@ -121,10 +125,25 @@ class ServerSettings(LayeredSettings):
     relay_type: Literal["run", "float16", "bfloat16"] = setting(
         "run", "in which type a relay holds fp32 parameters: as the run has them, or in half of the bytes"
     )
-    relay_ca: Path | None = setting(None, "CA (PEM) of the relayed server's certificate; turns on TLS to it")
-    relay_cert: Path | None = setting(None, "own certificate (PEM) for mutual TLS to the relayed server")
-    relay_key: Path | None = setting(None, "its key (PEM)")
-    relay_token_file: Path | None = setting(None, "file that holds a bearer token for the relayed server")
+    standby_of: str = setting(
+        "",
+        "stand by for this server: HOST:PORT of any or of each shard; psservice standby --of",
+        max_length=1 << 16,
+    )
+    promote_after_seconds: float = setting(
+        0.0,
+        "a standby serves by itself once its server has not answered for so long, if that server's answers waited for "
+        "the standby (--replicate ack); 0: by psservice promote alone",
+        ge=0,
+    )
+    source_ca: Path | None = setting(
+        None, "CA (PEM) of the certificate of the server that is relayed or stood by for; turns on TLS to it"
+    )
+    source_cert: Path | None = setting(None, "own certificate (PEM) for mutual TLS to that server")
+    source_key: Path | None = setting(None, "its key (PEM)")
+    source_token_file: Path | None = setting(
+        None, "file that holds a bearer token for that server; a standby needs an admin's"
+    )
 
     down_mode: Literal["auto", "exact", "topk"] = setting("auto", "replies to pulls; auto: top-k beyond --exact-limit")
     down_selector: str = setting(DEFAULT_SELECTOR, "selector of the entries of a top-k reply: " + ", ".join(SELECTORS))
@@ -158,6 +177,11 @@ class ServerSettings(LayeredSettings):
     snapshot_seconds: float = setting(300.0, "time between two snapshots", gt=0)
     journal_bytes: int = setting(1 << 30, "take a snapshot early when the journal has grown by this much", ge=1 << 20)
     keep_snapshots: int = setting(3, "snapshots to keep; the journal is kept from the oldest of them on", ge=1)
+    replicate: Literal["behind", "ack"] = setting(
+        "behind",
+        "what answers wait for beside the disk: nothing, and a standby follows as fast as it can; or ack: until a "
+        "standby has what they tell of, so that a lost machine loses nothing that was acknowledged",
+    )
     recover: Literal["strict", "last-good"] = setting(
         "strict",
         "if acknowledged data is damaged or missing: strict refuses to start, last-good returns to the "
@@ -206,6 +230,11 @@ class ServerSettings(LayeredSettings):
         return f"--{name.replace('_', '-')}"
 
     @property
+    def source(self) -> str:
+        """The server that is relayed, or stood by for; empty if there is none."""
+        return self.relay_of or self.standby_of
+
+    @property
     def coordinator_is_here(self) -> bool:
         """Whether shard 0 is reached by a socket of this host, which no other user may enter."""
         return self.coordinator.startswith("unix:")
@@ -246,26 +275,35 @@ class ServerSettings(LayeredSettings):
             raise ValueError(f"--device {self.device!r}: use auto, cpu, cuda or cuda:N")
         if self.shards > 1:
             self._check_shards()
-        if (self.relay_cert is None) != (self.relay_key is None):
-            raise ValueError("--relay-cert and --relay-key are given together")
-        if self.relay_of:
+        if (self.source_cert is None) != (self.source_key is None):
+            raise ValueError("--source-cert and --source-key are given together")
+        if self.relay_of and self.standby_of:
+            raise ValueError("--relay-of and --standby-of are of two kinds of server: give one of them")
+        if self.source:
             self._check_source()
+        if self.replicate == "ack" and (self.data_dir is None or self.durability != "journal"):
+            raise ValueError("--replicate ack needs a journal, which a standby follows: give --data-dir")
+        if self.standby_of and (self.data_dir is None or self.durability != "journal"):
+            raise ValueError("a standby keeps the journal of its server: give it a --data-dir of its own")
+        if self.promote_after_seconds and not self.standby_of:
+            raise ValueError("--promote-after-seconds is of a standby: psservice standby --of HOST:PORT")
         return self
 
     def _check_source(self) -> None:
         """Require a source that is another server, and nothing that only a server that trains has."""
         try:
-            sources = expand(self.relay_of)
+            sources = expand(self.source)
         except AddressError as error:
-            raise ValueError(f"--of (PSSERVICE_RELAY_OF): {error}") from None
+            name = "PSSERVICE_RELAY_OF" if self.relay_of else "PSSERVICE_STANDBY_OF"
+            raise ValueError(f"--of ({name}): {error}") from None
         host, port = split_address(self.listen)
         hosts = {host, *_LOOPBACK} if host in ("0.0.0.0", "::") or is_loopback(host) else {host}
         if own := next((each for each in sources if port and each in {f"{name}:{port}" for name in hosts}), None):
             raise ValueError(
-                f"--of {own} is this relay itself, which listens there (--listen): name the server that it relays, or "
-                "listen on another port"
+                f"--of {own} is this {'relay' if self.relay_of else 'standby'} itself, which listens there (--listen): "
+                "name the other server, or listen on another port"
             )
-        if other := next((name for name in _NOT_OF_RELAYS if getattr(self, name)), None):
+        if other := next((name for name in _NOT_OF_RELAYS if self.relay_of and getattr(self, name)), None):
             raise ValueError(f"{self.explicit(other)} is for a server that trains; a relay has what its source has")
 
     def _check_shards(self) -> None:
@@ -345,8 +383,8 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpars
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
         flag = unknown[0].partition("=")[0]
-        if flag == "--relay-of":
-            parser.exit(2, f"{parser.prog}: --relay-of is --of here\n")
+        if flag in _SOURCES.values():
+            parser.exit(2, f"{parser.prog}: {flag} is --of here\n")
         name = flag.removeprefix("--").replace("-", "_")
         told = unknown_setting(name, ServerSettings.model_fields, ServerSettings.explicit) if flag[:2] == "--" else ""
         parser.exit(2, f"{parser.prog}: {told or f'{flag!r} is no flag; --help shows those there are'}\n")
@@ -375,7 +413,7 @@ def _add_argument(
     if name not in ServerSettings.model_fields:  # --help
         return parser.add_argument(*flags, **options)
     title = group_of(name)
-    if command == "relay" and flags[0] == "--relay-of":
+    if flags[0] == _SOURCES.get(command):
         flags = ("--of",)
     kind = options.get("metavar")
     if kind in _KINDS:

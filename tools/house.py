@@ -39,6 +39,7 @@ ROOMS = {
         ["cli"],
         ["process", "ctl"],
         ["warmup"],
+        ["standby"],
         ["relay", "web"],
         ["rpc"],
         ["shard"],

@@ -736,8 +736,8 @@ class Engine:
             run.live_workers = max(1, answer.live_workers)
             run.run_finished |= answer.run_state == pb.RUN_STATE_FINISHED
             return False
-        if answer.reason is ErrorCode.LEASE_EXPIRED:
-            return True  # the same part is repeated after joining
+        if answer.reason in (ErrorCode.LEASE_EXPIRED, ErrorCode.STALE_GENERATION):
+            return True  # the same part is repeated after joining, if it belongs to the model that is there
         self._refuse(shard, outcome)
         if answer.reason in REJOIN_REASONS:
             if answer.reason is ErrorCode.VERSION_IN_FUTURE:

@@ -10,6 +10,7 @@ from psclient import settings as client_settings
 from psclient.errors import START_FIRST, AccessError, ConfigurationError, Transient, from_rpc_error
 from psclient.rpc.channel import Connection, RetryPolicy
 from pscore.net.addresses import is_service
+from pscore.net.alternatives import alternatives, serving
 from pscore.net.channels import ChannelError, Security
 from pscore.net.discovery import DiscoveryResult, Service, in_a_row
 from pscore.wire.errors import Rejected
@@ -91,7 +92,7 @@ def connect(
     addresses = client_settings.addresses(server)
     if len(addresses) == 1 and not is_service(addresses[0]):
         addresses = _ask_for_others(addresses[0], security, RetryPolicy(seconds, _QUERY_SECONDS, hint))
-    shards: list[tuple[str, Callable[[], str] | None]] = [(address, None) for address in addresses]
+    shards = [(address, _locator(address, security)) for address in addresses]
     if is_service(addresses[0]):
         resolver = ShardResolver(addresses[0], security, seconds, hint)
         security = resolver.security
@@ -102,9 +103,23 @@ def connect(
     ]
 
 
+def _locator(address: str, security: Security) -> Callable[[], str] | None:
+    """Return what finds out which of the servers of one shard serves; ``None`` if there is one server."""
+    if len(alternatives(address)) == 1:
+        return None
+
+    def locate() -> str:
+        try:
+            return serving(address, security, _QUERY_SECONDS)
+        except ChannelError as error:
+            raise ConfigurationError(str(error)) from error
+
+    return locate
+
+
 def _ask_for_others(address: str, security: Security, policy: RetryPolicy) -> tuple[str, ...]:
     """Return the address of each shard that has its port in a row with this one, or this one alone."""
-    connection = Connection(address, security)
+    connection = Connection(address, security, locate=_locator(address, security))
     try:
         status = connection.call(
             policy,

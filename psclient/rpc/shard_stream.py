@@ -30,10 +30,12 @@ from pscore.wire.dense import (
     cut,
     dense_chunk,
     field_bytes,
+    fields,
     message_bytes,
     split_values,
 )
 from pscore.wire.errors import ErrorCode, Rejected
+from pscore.wire.histories import goes_on
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
 _TOGETHER_BYTES = 16 << 10  # of fields of a push that are sent together on any link
@@ -81,6 +83,18 @@ class PushPart:
         if self._pending_bytes >= most or len(self._pending) >= _MOST_TOGETHER:
             self.flush()
         return size
+
+    def go_on_in(self, generation: int) -> None:
+        """Have the push be of another generation when it is sent again; the stream before is given up."""
+        self.generation, self.stream = generation, None
+        if not self.messages:
+            return
+        first = self.messages[0]
+        number, start, end = next(fields(first))
+        assert number == pb.PushSparseRequest.HEADER_FIELD_NUMBER
+        header = pb.PushHeader.FromString(first[start:end])
+        header.generation = generation
+        self.messages[0] = field_bytes(number, header) + first[end:]
 
     def flush(self) -> None:
         """Send what has been added."""
@@ -214,8 +228,16 @@ class ShardStream:
                 outgoing.note_receipt()
 
     def adopt(self, generation: int, *, version: int | None = None) -> None:
-        """Note the shard's generation; with ``version``, that the replica is the model at that version there."""
-        if generation != self.generation:
+        """Note the shard's generation; with ``version``, that the replica is the model at that version there.
+
+        If the shard's history goes on from what this worker has, as that of a standby does, so does the worker: it
+        keeps its base, and a push without an answer is sent again, which the shard knows if it has applied that one.
+        """
+        if generation != self.generation and goes_on(self.origins, self.generation, self.version):
+            self.generation = generation
+            if self.unacked is not None:
+                self.unacked.go_on_in(generation)
+        elif generation != self.generation:
             self.forget_base()  # first: another thread reads what the worker has of the shard
             self.generation = generation
             if self.sent_model is not None and self.sent_model[0] == generation:

@@ -11,6 +11,9 @@ MOST_SHARDS = 1024
 
 SERVICE_PREFIX = "dns:///"
 
+SEPARATOR = "/"
+"""Between the servers of one shard, of which one serves."""
+
 _RANGE = re.compile(r"\{([^{}]*)\}")
 _ENDS = re.compile(r"(0|[1-9][0-9]{0,8})\.\.(0|[1-9][0-9]{0,8})")
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?)*\.?")
@@ -28,23 +31,26 @@ def expand(server: str) -> tuple[str, ...]:
     Args:
         server: ``HOST:PORT``, several with commas between them, a range in braces (``ps-{0..3}.ps:50051`` are four), or
             one ``dns:///HOST:PORT``, behind which :mod:`pscore.net.discovery` finds all shards. In a list,
-            ``dns:///`` means nothing and is left out. An IPv6 address stands in brackets.
+            ``dns:///`` means nothing and is left out. An IPv6 address stands in brackets. In place of a ``HOST:PORT``,
+            ``HOST:PORT/HOST:PORT`` are a server and its standby, in any order, of which one serves
+            (:mod:`pscore.net.alternatives`).
 
     Raises:
         AddressError: it is none of these, or names an address twice.
     """
     written = [part.strip() for part in server.split(",") if part.strip()]
-    found = [address for part in written for address in _expand_range(part)]
+    found = [address for part in written for address in _expand(part)]
     if not found:
         raise AddressError(f"server {_short(server)}: give each shard's HOST:PORT, in order, or dns:///HOST:PORT")
     if len(found) > MOST_SHARDS:
         raise AddressError(f"server {_short(server)} names {len(found)} shards; at most {MOST_SHARDS} are possible")
-    for address in found:
-        split(address)
     if len(found) > 1 or not _names_a_service(found[0]):
         found = [address.removeprefix(SERVICE_PREFIX) for address in found]
-    if len(set(found)) < len(found):
-        twice = next(address for address in found if found.count(address) > 1)
+    servers = [server for address in found for server in _servers(address)]
+    for each in servers:
+        split(each)
+    if len(set(servers)) < len(servers):
+        twice = next(each for each in servers if servers.count(each) > 1)
         raise AddressError(f"server {_short(server)} names {twice} twice; give each shard's HOST:PORT once")
     return tuple(found)
 
@@ -82,6 +88,20 @@ def _names_a_service(address: str) -> bool:
     except ValueError:
         return True
     return False
+
+
+def _servers(address: str) -> list[str]:
+    return [address] if is_service(address) else address.split(SEPARATOR)
+
+
+def _expand(word: str) -> list[str]:
+    """Return the addresses that one word stands for, each of one server or of several that stand for one another."""
+    servers = [_expand_range(each) for each in _servers(word.removeprefix(SERVICE_PREFIX))]
+    if len(servers) == 1:
+        return _expand_range(word)
+    if len({len(each) for each in servers}) > 1:
+        raise _error(word, ": the servers between the slashes stand for one another, so their ranges are of one length")
+    return [SEPARATOR.join(each) for each in zip(*servers, strict=True)]
 
 
 def _expand_range(address: str) -> list[str]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import grpc
 
-from pscore.net.addresses import MOST_SHARDS, expand, is_service, split
+from pscore.net.addresses import MOST_SHARDS, SEPARATOR, expand, is_service, split
+from pscore.net.alternatives import alternatives, serves, serving
 from pscore.net.channels import ChannelError, Security, explain, open_channel
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
@@ -27,6 +28,8 @@ class DiscoveryError(Exception):
 def find(server: str, security: Security, seconds: float) -> tuple[tuple[str, ...], Security]:
     """Return every shard's address and the security of its channel; one address or name for all is asked once.
 
+    Of servers that stand for one another it is the address of the one that serves now.
+
     ``server`` has any form of :func:`pscore.net.addresses.expand`. The name has so many ``seconds`` to answer, and the
     servers as many again.
 
@@ -35,6 +38,7 @@ def find(server: str, security: Security, seconds: float) -> tuple[tuple[str, ..
         DiscoveryError: shards behind the name are missing.
     """
     addresses = expand(server)
+    addresses = tuple(serving(address, security, min(seconds, _QUERY_SECONDS)) for address in addresses)
     if len(addresses) > 1:
         return addresses, security
     if not is_service(addresses[0]):
@@ -63,7 +67,14 @@ def in_order(addresses: Sequence[str], security: Security, seconds: float) -> Se
 
 
 def in_a_row(address: str, status: pb.GetStatusResponse) -> tuple[str, ...]:
-    """Return the address of each shard that has its port in a row with this one, of this status; or this one alone."""
+    """Return the address of each shard that has its port in a row with this one, of this status; or this one alone.
+
+    Servers that stand for one another have their ports in rows alike.
+    """
+    servers = alternatives(address)
+    if len(servers) > 1:
+        rows = [in_a_row(each, status) for each in servers]
+        return tuple(SEPARATOR.join(each) for each in zip(*rows, strict=True))
     first, total = split(address)[1] - status.shard_index, status.num_shards
     is_possible = status.shard_index < total <= MOST_SHARDS and 0 < first <= 65536 - total
     if not (status.ports_in_a_row and is_possible):
@@ -181,7 +192,11 @@ def _sort(
 ) -> DiscoveryResult:
     """Assign an address to each shard; a shard that two servers claim has none."""
     troubles = [f"{address} does not answer ({e.code().name}: {explain(e, address)})" for address, e in errors.items()]
-    answers = {address: answer for address, answer in answers.items() if answer.shard_index < answer.num_shards}
+    answers = {
+        address: answer
+        for address, answer in answers.items()
+        if answer.shard_index < answer.num_shards and serves(answer)
+    }
     totals = {num_shards} if num_shards else {answer.num_shards for answer in answers.values()}
     if len(totals) > 1:
         claims = ", ".join(f"{a} is shard {s.shard_index} of {s.num_shards}" for a, s in answers.items())

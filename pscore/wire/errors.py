@@ -61,6 +61,12 @@ class ErrorCode(Enum):
     NO_SUCH_WORKER = ("NOT_FOUND", "look at `psservice workers` for the names")
     NO_SUCH_CHECKPOINT = ("NOT_FOUND", "look at `psservice checkpoint list` for those there are")
     NO_SUCH_CUT = ("NOT_FOUND", "ask for the newest cut, and read that")
+    STANDBY = ("UNAVAILABLE", "go to the server that it stands by for, or have it serve with `psservice promote`")
+    REPLACED = (
+        "UNAVAILABLE",
+        "go to the standby that has taken its place; keep this one stopped, and begin a standby anew in its place",
+    )
+    NO_STANDBY = ("UNAVAILABLE", "come back after the delay; see to the standby, or serve without --replicate ack")
     RELAY_RING = ("FAILED_PRECONDITION", "give --of a server that trains or publishes, or a relay that leads to one")
 
     def __init__(self, status_name: str, advice: str) -> None:

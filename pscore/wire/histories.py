@@ -5,7 +5,7 @@ another time. Versions of two shards need not be equal, so they cannot be compar
 history than another shard has seen of that history was taken back, alone.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
@@ -26,6 +26,17 @@ def lost_versions(known: pb.ShardHistory, now: pb.ShardHistory, of_teller: Itera
             together = origin.checkpoint and any(each.checkpoint == origin.checkpoint for each in of_teller)
             return 0 if together else max(0, known.version - origin.version)
     return 0
+
+
+def goes_on(origins: Sequence[pb.ShardOrigin], generation: int, version: int) -> bool:
+    """Tell whether a history with these origins has all that another one had at a version.
+
+    It does if it has begun with that one there or later, and no history in between was taken back before that version.
+    """
+    generations = [each.generation for each in origins]
+    if generation not in generations:
+        return False
+    return version <= min(each.version for each in origins[generations.index(generation) :])
 
 
 def losses(shards: Iterable[tuple[pb.ShardHistory, Iterable[pb.ShardHistory]]]) -> dict[int, int]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pscore.net.flags import ENDPOINTS, SERVER, named_addresses
 from pscore.streams import open_missing_streams
 from psservice.cli.parser import command_parser
-from psservice.cli.serve import EXIT_DONE, EXIT_UNABLE, EXIT_USAGE, failed, relay, serve
+from psservice.cli.serve import EXIT_DONE, EXIT_UNABLE, EXIT_USAGE, failed, relay, serve, standby
 
 if TYPE_CHECKING:
     from psservice.ctl.client import ShardClients
@@ -33,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return serve(words[1:])
         if words[:1] == ["relay"]:
             return relay(words[1:])
+        if words[:1] == ["standby"]:
+            return standby(words[1:])
         parser = command_parser()
         options = parser.parse_args(words)
         if options.command == "replay":
@@ -118,7 +120,7 @@ def _operate(
     from pscore.net.addresses import AddressError
     from pscore.net.channels import ChannelError, Security
     from pscore.net.discovery import DiscoveryError, find
-    from psservice.ctl import commands, drain, render, top
+    from psservice.ctl import commands, drain, promote, render, top
     from psservice.ctl.client import OperateError, ShardClients
 
     mistyped = [
@@ -131,7 +133,7 @@ def _operate(
         return EXIT_USAGE
     tls = options.tls_ca, options.tls_cert, options.tls_key, options.tls_server_name
     security = Security(*tls, os.environ.get("PSCLIENT_TOKEN", ""), options.token_file)
-    others = {"top": top.top, "drain": drain.drain}
+    others = {"top": top.top, "drain": drain.drain, "promote": promote.promote}
     run = run or others.get(options.command) or getattr(commands, options.command)
     try:
         addresses, security = find(",".join(options.addresses), security, options.timeout)

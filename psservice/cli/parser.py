@@ -37,6 +37,7 @@ _COMMANDS = {
     "restore": ("take the shards back to a version or a checkpoint; workers follow", 300.0),
     "drain": ("refuse new calls at the shards, finish those under way, take a last checkpoint", 300.0),
     "evict": ("end a worker's lease, and perhaps keep it out for a time", 10.0),
+    "promote": ("have standbys serve in the place of the server that they stand by for", 120.0),
 }
 """Commands for running servers: their help, and the deadline of their calls, seconds."""
 
@@ -137,6 +138,7 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         "--stop": {**_SWITCH, "help": "then end the processes, as SIGTERM does"},
         "--undo": {**_SWITCH, "help": "open the shards again"},
     },
+    "promote": {"--force": {**_SWITCH, "help": "even though that server still answers"}},
     "evict": {"--ban-seconds": {"type": seconds_or_zero, "default": 0.0, "metavar": "N", "help": _BAN}},
 }
 """The flags that only one command has."""
@@ -154,6 +156,11 @@ def command_parser() -> argparse.ArgumentParser:
     commands.add_parser("serve", help="run a server (see psservice serve --help)")
     relay = "serve another server's versions to readers: psservice relay --of HOST:PORT, with the flags of serve"
     commands.add_parser("relay", help=relay)
+    standby = (
+        "stand by for another server, with its journal, and serve in its place once told to: psservice standby --of "
+        "HOST:PORT, with the flags of serve"
+    )
+    commands.add_parser("standby", help=standby)
     form = argparse.RawDescriptionHelpFormatter
     for name, (what, seconds) in _COMMANDS.items():
         description = f"{what[0].upper()}{what[1:]}."

@@ -23,6 +23,11 @@ def relay(arguments: Sequence[str]) -> int:
     return serve(arguments, command="relay")
 
 
+def standby(arguments: Sequence[str]) -> int:
+    """Stand by for another server, with the flags of ``serve`` and ``--of``; serve once promoted."""
+    return serve(arguments, command="standby")
+
+
 def serve(arguments: Sequence[str], command: str = "serve") -> int:
     """Serve until told to stop, with these flags; return the exit status."""
     # Until a SignalThread hears them: the first process of a container ignores a signal without a handler, and would be
@@ -43,6 +48,8 @@ def serve(arguments: Sequence[str], command: str = "serve") -> int:
         return failed(command, error, EXIT_USAGE)
     if command == "relay" and not loaded.relay_of:
         return failed(command, "name the server that is relayed: psservice relay --of HOST:PORT", EXIT_USAGE)
+    if command == "standby" and not loaded.standby_of:
+        return failed(command, "name the server to stand by for: psservice standby --of HOST:PORT", EXIT_USAGE)
     if is_check:
         return _check(loaded)
     try:
@@ -50,7 +57,8 @@ def serve(arguments: Sequence[str], command: str = "serve") -> int:
     except OSError as error:
         return failed(command, f"--audit-log {loaded.audit_log} cannot be opened: {error.strerror}")
 
-    import psservice.process.server  # noqa: F401 - now, for the shards that are forked to share
+    import psservice.process.server
+    import psservice.process.standby_server  # noqa: F401 - now, for the shards that are forked to share
     from psservice.process.shard_processes import ShardProcesses
     from psservice.relay.shard_count import with_shards
 
@@ -82,6 +90,7 @@ def _serve_shard(settings: "ServerSettings", health: "SharedHealth | None" = Non
     from psservice.observability import log_lines
     from psservice.process.server import Server, ShardFailedError, StartError
     from psservice.process.signals import SignalThread
+    from psservice.process.standby_server import End, StandbyServer
 
     signals = SignalThread(_end_a_start)
     if settings.num_shards > 1:
@@ -89,6 +98,13 @@ def _serve_shard(settings: "ServerSettings", health: "SharedHealth | None" = Non
     command = f"serve: shard {settings.shard_index}" if health else "serve"
     try:
         with log_lines.in_thread():
+            primary = settings.standby_of
+            if primary and not (health and health.is_promoted):
+                waiting = StandbyServer(settings, health)
+                if waiting.run(signals) is End.STOPPED:
+                    return EXIT_DONE
+                settings = waiting.settings.model_copy(update={"ready_fd": None})
+                signals.hear = _end_a_start
             Server(settings, health).run(signals)
     except (StartError, ModelFileError) as error:
         return failed(command, error)

@@ -177,6 +177,10 @@ def print_workers(fleet: Fleet) -> None:
 
 def _shard_summary(address: str, status: pb.GetStatusResponse) -> Table:
     table = Table.grid(padding=(0, 2))
+    if status.HasField("standby"):
+        table.add_row(cell(address, "bold"), cell(f"run {status.run_id or '–'}, {_standby(status)}"))
+        table.add_row(cell("shard", "bold"), cell(f"{status.shard_index} of {status.num_shards}"))
+        return table
     for name, value in (
         (address, f"run {status.run_id or '–'}, {state_of(status)}, {status.method or 'no method yet'}"),
         ("shard", f"{status.shard_index} of {status.num_shards}, on {status.device}, up {status.uptime_seconds:.0f} s"),
@@ -184,6 +188,7 @@ def _shard_summary(address: str, status: pb.GetStatusResponse) -> Table:
         ("version", f"{status.version:,} after {status.samples:,} samples, {status.queued} requests at work"),
         *([("relay", f"of {_relay(status)}")] if status.HasField("relay") else []),
         *([("readers", _readers(status))] if status.readers else []),
+        *([("standby", _replication(status))] if status.HasField("replication") else []),
         ("kept", _kept(status)),
         ("bytes", f"{human_bytes(status.push_bytes)} pushed, {human_bytes(status.pull_bytes)} pulled "
                   f"({_word(pb.DownMode, status.settings.down_mode)}), {human_bytes(status.buffer_bytes)} of buffers"),
@@ -195,6 +200,10 @@ def _shard_summary(address: str, status: pb.GetStatusResponse) -> Table:
 
 def state_of(status: pb.GetStatusResponse) -> str:
     """Return a shard's state in a word or two."""
+    if status.HasField("standby"):
+        return "standing by"
+    if status.replaced_by:
+        return "replaced by its standby, and serves nobody: stop it"
     state = _word(pb.RunState, status.run_state)
     if status.draining:
         state += ", draining" if status.calls_inside else ", drained"
@@ -224,6 +233,49 @@ def _readers(status: pb.GetStatusResponse) -> str:
         held = f"version {last.version:,}" if last.version else "no version"
         late = f"; {last.reader} has {held}, and lacks the newest for {last.behind_seconds:.0f} s"
     return f"version {status.cut_version:,} for {count}{late}"
+
+
+def _standby(status: pb.GetStatusResponse) -> str:
+    """Write for whom a standby stands by, whether that one answers, and what the standby has."""
+    standby = status.standby
+    text = f"stands by for {standby.primary}"
+    if standby.lost_seconds:
+        text += f", which has not answered for {standby.lost_seconds:.0f} s: {standby.error}"
+    elif standby.error:
+        text += f", and cannot follow it: {standby.error}"
+    if not standby.has_model:
+        return f"{text}; has no model yet"
+    lacks = f"lacks {human_bytes(standby.behind_bytes)}" if standby.behind_bytes else "has everything that it knows of"
+    return f"{text}; {lacks}" + (", and answers wait for it" if standby.acknowledged else "")
+
+
+def _replication(status: pb.GetStatusResponse) -> str:
+    """Write how far the standby of a shard is, and whether answers wait for it."""
+    progress = status.replication
+    waits = ", and answers wait for it" if progress.acknowledged else ""
+    if not progress.standby:
+        return "none has followed yet, and answers wait for one"
+    if not progress.connected:
+        return f"{progress.standby} is away for {progress.behind_seconds:.0f} s, lacks {_lack(progress)}{waits}"
+    if not progress.behind_bytes and not progress.behind_versions:
+        return f"{progress.standby} has everything{waits}"
+    return f"{progress.standby} lacks {_lack(progress)}, for {progress.behind_seconds:.1f} s{waits}"
+
+
+def _lack(progress: pb.ReplicationStatus) -> str:
+    versions = f"{progress.behind_versions:,} version" + ("" if progress.behind_versions == 1 else "s")
+    return f"{versions} ({human_bytes(progress.behind_bytes)} of the journal)"
+
+
+def standby_lines(fleet: Fleet) -> list[Text]:
+    """Return a line about each shard's standby, if it has one, and about each shard that is one."""
+    return [
+        cell(f"shard {status.shard_index} {_standby(status)}")
+        if status.HasField("standby")
+        else cell(f"standby of shard {status.shard_index}: {_replication(status)}")
+        for status in fleet.reached.values()
+        if status.HasField("standby") or status.HasField("replication")
+    ]
 
 
 def _relay(status: pb.GetStatusResponse) -> str:

@@ -134,6 +134,7 @@ def frame(fleet: Fleet, rates: dict[str, Rates], columns: int, lines: int | None
     """Return a frame for a terminal of so many columns and lines; ``None`` for as many lines as the frame needs."""
     workers = fleet.workers()
     below = [
+        *render.standby_lines(fleet),
         *render.relay_lines(fleet),
         *render.reader_lines(fleet),
         *render.lost_lines(fleet),

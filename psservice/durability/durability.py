@@ -22,12 +22,15 @@ from psservice.durability.checkpoints import Checkpoints, new_id, place_of
 from psservice.durability.earlier_models import replay_to
 from psservice.durability.record_log import RecordLog, or_not_durable
 from psservice.durability.replay import Past
+from psservice.durability.replication import Replication
 from psservice.durability.storage_error import or_storage_error
 from psservice.model.parameters import ModelShard
 from psservice.state.state import ShardState
 from psservice.storage.datadir import DataDir
 from psservice.storage.files import StorageError, discard
+from psservice.storage.journal import Position
 from psservice.storage.manifest import Manifest
+from psservice.storage.parts import HeldPart, JournalPart, SnapshotPart
 from psservice.storage.recovery_source import RecordError, RecoverySource
 from psservice.storage.snapshots import Snapshot
 
@@ -50,7 +53,7 @@ class Durability:
     """Writes records and snapshots of a shard to its data directory. Without one, every call does nothing.
 
     The shard may be under construction: only its settings and its environment are read at first. ``on_health`` is
-    called after each change of ``is_healthy``, ``on_snapshot`` after each snapshot.
+    called after each change of ``is_healthy``, ``on_snapshot`` after each snapshot, ``on_append`` after each record.
 
     Attributes:
         snapshot_errors: snapshots that could not be taken, since the start.
@@ -60,7 +63,11 @@ class Durability:
     """
 
     def __init__(
-        self, shard: DurableShard, on_health: Callable[[], None], on_snapshot: Callable[[], None] = lambda: None
+        self,
+        shard: DurableShard,
+        on_health: Callable[[], None],
+        on_snapshot: Callable[[], None] = lambda: None,
+        on_append: Callable[[], None] = lambda: None,
     ) -> None:
         self._shard, self._settings, self._environment = shard, shard.settings, shard.environment
         self._dir: DataDir | None = None
@@ -68,7 +75,8 @@ class Durability:
         self._on_health, self._on_snapshot = on_health, on_snapshot
         if self._settings.data_dir is not None and self._settings.durability != "none":
             self._dir = DataDir(self._settings, self._environment, on_health)
-        self.records = RecordLog()
+        self.replication = Replication(self._environment.monotonic, is_required=self._settings.replicate == "ack")
+        self.records = RecordLog(self.replication, on_append)
         self.checkpoints = Checkpoints()
         self._snapshotting = threading.Lock()
         self._stop, self._wake = threading.Event(), threading.Event()
@@ -141,6 +149,12 @@ class Durability:
         if source.is_copy and not is_relayed:
             log.warning(
                 "the data directory is a copy: a new history begins, and each worker pulls the whole model once",
+                extra={"path": str(data_dir.path), "version": past.model.version},
+            )
+        if source.is_of_standby:
+            log.warning(
+                "this server serves from now on in the place of the one that it stood by for: a new history begins, "
+                "and each worker pulls the whole model once",
                 extra={"path": str(data_dir.path), "version": past.model.version},
             )
         is_complete = source.is_complete
@@ -315,6 +329,37 @@ class Durability:
             raise Rejected(ErrorCode.BAD_REQUEST, "this server keeps nothing; start it with --data-dir")
         return self._dir
 
+    # A standby
+
+    def newest_position(self) -> Position:
+        """Return the end of the journal, as a standby sees it; the beginning if no journal is kept."""
+        return Position() if self.records.journal is None else self.records.journal.position
+
+    def lacks(self, held: HeldPart) -> bool:
+        """Tell whether there is something that a standby lacks; waits for nothing."""
+        if self.records.journal is None:
+            return True  # which its request is told
+        end, last = self.records.journal.position, self.last_snapshot
+        return last is not None and (held.generation != last.manifest.generation or held.position != end)
+
+    def next_part(self, held: HeldPart) -> JournalPart | SnapshotPart | None:
+        """Return what follows behind the part that a standby has; ``None`` if nothing does yet.
+
+        Raises :class:`Rejected`: ``BAD_REQUEST`` if no journal is kept, ``BUSY`` if files go meanwhile.
+        """
+        data_dir, journal = self._require_dir(), self.records.journal
+        if journal is None:
+            raise Rejected(ErrorCode.BAD_REQUEST, "this server keeps no journal, which a standby follows")
+        end = journal.position  # first: what is appended to another model comes behind the snapshot of that
+        last = self.last_snapshot
+        if last is None:
+            return None
+        try:
+            return data_dir.part_behind(held, last, end)
+        except OSError as error:  # as of a snapshot that is removed meanwhile
+            why = f"what the standby lacks cannot be read: {error.strerror or error}"
+            raise Rejected(ErrorCode.BUSY, why, retry_seconds=1.0) from error
+
     # Checkpoints of all shards
 
     def announced_checkpoint(self) -> str:
@@ -460,7 +505,7 @@ class Durability:
 
     def _commit(self, manifest: Manifest, *, clean: bool = False) -> Snapshot:
         with self._counting_errors():
-            snapshot = self._require_dir().commit(manifest, clean=clean)
+            snapshot = self._require_dir().commit(manifest, clean=clean, needed_from=self.replication.keep_from())
         self._note(snapshot)
         extra = {"version": manifest.version, "checkpoint": manifest.checkpoint, "path": str(snapshot.path)}
         log.info("snapshot taken", extra=extra)

@@ -1,10 +1,11 @@
 """The records of a running shard, on their way to the journal."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from pscore.telemetry.tracing import traced
 from pscore.wire.errors import ErrorCode, Rejected
+from psservice.durability.replication import Replication
 from psservice.state.records import Record, body_of, kind_of
 from psservice.storage.files import StorageError
 from psservice.storage.journal import Journal
@@ -25,15 +26,19 @@ def or_not_durable() -> Iterator[None]:
 class RecordLog:
     """Writes records. Without a journal, every call does nothing.
 
-    ``journal`` is ``None`` before the recovery has ended, and if no journal is kept.
+    ``journal`` is ``None`` before the recovery has ended, and if no journal is kept. ``on_append`` is called after each
+    record, on the apply thread, and must not wait.
     """
 
     journal: Journal | None = None
 
+    def __init__(self, replication: Replication, on_append: Callable[[], None]) -> None:
+        self._replication, self._on_append = replication, on_append
+
     @property
     def must_wait(self) -> bool:
-        """Whether :meth:`wait` may wait for a disk."""
-        return self.journal is not None and self.journal.waits
+        """Whether :meth:`wait` may wait for a disk or a standby."""
+        return self.journal is not None and (self.journal.waits or self._replication.is_required)
 
     def body(self, messages: Sequence[bytes]) -> Body:
         """Prepare the messages of a push for :meth:`append`, beside the apply thread."""
@@ -45,10 +50,16 @@ class RecordLog:
         if self.journal is not None:
             with or_not_durable():
                 self.journal.append(kind_of(record), body_of([record.SerializeToString()], messages))
+            self._on_append()
 
     @traced("durable")
     def wait(self) -> None:
-        """Wait until every record that was written before this call is as durable as the mode promises."""
+        """Wait until every record that was written before this call is as durable as the modes promise.
+
+        Raises :class:`Rejected`: ``NOT_DURABLE``, or ``NO_STANDBY``.
+        """
         if self.journal is not None:
+            written = self.journal.position
             with or_not_durable():
                 self.journal.wait()
+            self._replication.wait(written)

@@ -66,7 +66,7 @@ class Past:
         if to_version is None or to_version > self.model.version:
             for record in self._source.records():
                 try:
-                    self._apply(record)
+                    self.apply(record)
                 except OtherReleaseError:
                     raise
                 except Exception as error:  # torch's want of memory is a RuntimeError; and whatever fails each time
@@ -182,7 +182,8 @@ class Past:
             else:
                 yield Change(record.version - 1, record.version, changed)
 
-    def _apply(self, journaled: JournalRecord) -> None:
+    def apply(self, journaled: JournalRecord) -> None:
+        """Apply one record; raises :class:`OtherReleaseError`, and whatever a record raises that does not fit."""
         if journaled.kind not in KINDS:
             path = self.snapshot.path.parents[1] / "journal"
             raise OtherReleaseError(path, f"records of kind {journaled.kind}, unknown to this release", is_newer=True)

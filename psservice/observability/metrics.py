@@ -212,6 +212,18 @@ class Metrics:
         self.source_behind_seconds = gauge(
             "psservice_source_behind_seconds", "Seconds for which a relay's readers have lacked a cut that it knows of"
         )
+        self.standby_connected = gauge("psservice_standby_connected", "1 while a standby follows this shard")
+        self.standby_behind_bytes = gauge(
+            "psservice_standby_behind_bytes", "Bytes of the journal that the standby lacks; 0 if none has ever followed"
+        )
+        self.standby_behind_versions = gauge(
+            "psservice_standby_behind_versions", "Versions that the standby lacks; 0 if none has ever followed"
+        )
+        self.standby_behind_seconds = gauge(
+            "psservice_standby_behind_seconds",
+            "Seconds for which the standby has lacked something; 0 if none has ever followed",
+        )
+        self.replaced = gauge("psservice_replaced", "1 if a standby serves in this shard's place, which serves nobody")
         self.readers = gauge("psservice_readers", "Readers that follow the model, on shard 0")
         self.cut_version = gauge(
             "psservice_cut_version", "Version of shard 0 in the newest cut for readers; 0 if there is none"

@@ -94,7 +94,7 @@ def _certificates(settings: ServerSettings) -> Iterator[str]:
             raise _Fault(f"{settings.explicit(name)} {getattr(settings, name)} has expired at {day}")
         soon = ", soon" if left <= SOON_SECONDS else ""
         yield f"{settings.explicit(name)} {getattr(settings, name)} is valid until {day}{soon}"
-    for name in ("coordinator_ca", "relay_ca", "relay_cert", "relay_key", "relay_token_file"):
+    for name in ("coordinator_ca", "source_ca", "source_cert", "source_key", "source_token_file"):
         if (path := getattr(settings, name)) is not None:
             path.read_bytes()
             yield f"{settings.explicit(name)} {path} can be read"

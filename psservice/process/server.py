@@ -34,11 +34,13 @@ from psservice.rpc.operators import OperatorCalls
 from psservice.rpc.ports import EventLoop, bind_port, open_port
 from psservice.rpc.readers import ReaderCalls
 from psservice.rpc.shards import Follower, ShardCalls, security_of
+from psservice.rpc.standbys import StandbyCalls
 from psservice.rpc.status import bind_certificates, bind_metrics
 from psservice.rpc.watched_files import SecurityError
 from psservice.rpc.workers import WorkerCalls
 from psservice.settings import ServerSettings, at_port, shown, split_address
 from psservice.shard.lifecycle import open_shard
+from psservice.standby.successor import SuccessorThread
 from psservice.storage.files import StorageError
 from psservice.web.pages import application
 from psservice.web.server import WebServer
@@ -86,6 +88,7 @@ class Server:
         self._shards_port: grpc.aio.Server | None = None  # of other shards of this command
         self._follower: Follower | None = None
         self._relay: Relay | None = None
+        self._successor: SuccessorThread | None = None
         self._certificates: ServerCertificates | None = None
         self._web: WebServer | None = None
         self._told: queue.SimpleQueue[_Word] = queue.SimpleQueue()
@@ -120,7 +123,8 @@ class Server:
         except (StorageError, SecurityError, TracingError) as error:
             raise StartError(str(error)) from error
         operators = OperatorCalls(self.shard, lambda: self._dispatcher.queued, self.update_health, self._ask_to_stop)
-        calls = (WorkerCalls(self.shard), ReaderCalls(self.shard), ShardCalls(self.shard), operators)
+        shard = self.shard
+        calls = (WorkerCalls(shard), ReaderCalls(shard), ShardCalls(shard), StandbyCalls(shard), operators)
         handlers_by_rpc = {rpc: handler for each in calls for rpc, handler in handlers_of(each).items()}
         self._dispatcher = Dispatcher(handlers_by_rpc, authenticator, self.shard)
         self.shard.leases.waiters.serve_on(self._loop.loop.call_soon_threadsafe)
@@ -145,6 +149,8 @@ class Server:
             self._shards_port, _ = self._loop.run(open_port(settings.coordinator, handlers, None))
         if settings.relay_of:
             self._relay = Relay(self.shard)
+        if settings.standby_of:
+            self._successor = SuccessorThread(self.shard)
         if settings.shard_index:
             self._follower = Follower(self.shard, authenticator)
         if self._relay is not None:
@@ -184,6 +190,8 @@ class Server:
             self._relay.close()
         if self._follower is not None:
             self._follower.close()
+        if self._successor is not None:
+            self._successor.close()
         self._serving = False
         self.shard.drain_gate.is_closed = True
         self.update_health()
@@ -246,7 +254,8 @@ class Server:
 
     def _accepts_pushes(self) -> bool:
         shard = self.shard
-        return shard.durability.is_healthy and not shard.apply_thread.failed and not shard.drain_gate.is_closed
+        is_open = not shard.drain_gate.is_closed and not shard.replaced_by
+        return shard.durability.is_healthy and not shard.apply_thread.failed and is_open
 
     def _listen(self, address: str, flag: str, bind: Callable[[str], int]) -> str:
         """Open a port; ``bind`` gets its address and returns the number. Return the address with that number."""

@@ -6,10 +6,23 @@ _STARTED, _SERVES, _BROKEN, _COUNTS_ALL = 1, 2, 4, 8
 
 
 class SharedHealth:
-    """A byte for each shard in shared memory. Each process writes the byte of its own shard and reads all."""
+    """A byte for each shard in shared memory, and one more. Each process writes that of its own shard and reads all.
+
+    The last tells standbys that one of them is to serve: the others serve then too.
+    """
 
     def __init__(self, shards: int) -> None:
-        self._states = mmap.mmap(-1, shards)
+        self._shards = shards
+        self._states = mmap.mmap(-1, shards + 1)
+
+    def promote(self) -> None:
+        """Have the standbys of all shards serve."""
+        self._states[self._shards] = 1
+
+    @property
+    def is_promoted(self) -> bool:
+        """Whether the standbys are to serve."""
+        return bool(self._states[self._shards])
 
     def note(self, shard: int, *, has_started: bool, serves: bool, is_broken: bool) -> None:
         """Note whether a shard's server has started, serves, and asks for a restart; all false without a process."""
@@ -26,19 +39,19 @@ class SharedHealth:
     @property
     def all_have_started(self) -> bool:
         """Whether every shard's server has."""
-        return all(state & _STARTED for state in self._states[:])
+        return all(state & _STARTED for state in self._states[: self._shards])
 
     @property
     def all_count_all(self) -> bool:
         """Whether every shard's health counts all shards."""
-        return all(state & _COUNTS_ALL for state in self._states[:])
+        return all(state & _COUNTS_ALL for state in self._states[: self._shards])
 
     @property
     def all_serve(self) -> bool:
         """Whether every shard accepts pushes and can make them durable as promised."""
-        return all(state & _SERVES for state in self._states[:])
+        return all(state & _SERVES for state in self._states[: self._shards])
 
     @property
     def is_broken(self) -> bool:
         """Whether a shard's journal is damaged beyond repair by a running server."""
-        return any(state & _BROKEN for state in self._states[:])
+        return any(state & _BROKEN for state in self._states[: self._shards])

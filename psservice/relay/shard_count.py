@@ -23,7 +23,7 @@ _SHARD = re.compile(r"shard-0-of-([1-9][0-9]{0,5})")
 
 def with_shards(settings: ServerSettings) -> ServerSettings:
     """Return a relay's settings with the number of shards; waits for a source that is away, if nothing is here."""
-    if not settings.relay_of or settings.shards > 1 or settings.num_shards > 1:
+    if not settings.source or settings.shards > 1 or settings.num_shards > 1:
         return settings
     complained_at, complaint = -math.inf, ""
     while True:
@@ -37,7 +37,7 @@ def with_shards(settings: ServerSettings) -> ServerSettings:
             log.warning(
                 "the source does not answer, so it is not known how many shards the relay has; if the source is a "
                 "relay that waits for this one, give --of another server",
-                extra={"source": settings.relay_of, "error": error},
+                extra={"source": settings.source, "error": error},
             )
         threading.Event().wait(_AGAIN_SECONDS)
 
@@ -66,7 +66,7 @@ def _answer(settings: ServerSettings, write_end: int) -> None:
     from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
     from psservice.relay.source import SourceError, addresses_of
 
-    address = settings.relay_of
+    address = settings.source
     try:
         addresses, security = addresses_of(settings, _FIND_SECONDS)
         address = addresses[0]

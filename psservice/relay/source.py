@@ -1,7 +1,6 @@
 """The server that a relay follows: its cuts, and the differences that lead to one."""
 
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ from pscore.names import escaped
 from pscore.net.addresses import AddressError
 from pscore.net.channels import ChannelError, Security, explain, open_channel
 from pscore.net.discovery import DiscoveryError, find
+from pscore.net.moving import moving
 from pscore.reader.cut import Cut
 from pscore.reader.transfer import CutTransfer, FetchedShard
 from pscore.wire.errors import Rejected, details_of
@@ -43,12 +43,12 @@ _OPTIONS = (
 
 _UNREADABLE = "Exception deserializing"  # gRPC's words
 _FLAGS = {
-    "(--tls-ca, PSCLIENT_TLS_CA)": "(--relay-ca)",
-    "(--tls-cert and --tls-key, PSCLIENT_TLS_CERT and PSCLIENT_TLS_KEY)": "(--relay-cert and --relay-key)",
-    "PSCLIENT_TLS_CA": "--relay-ca",
-    "PSCLIENT_TLS_CERT": "--relay-cert",
-    "PSCLIENT_TLS_KEY": "--relay-key",
-    "PSCLIENT_TOKEN_FILE": "--relay-token-file",
+    "(--tls-ca, PSCLIENT_TLS_CA)": "(--source-ca)",
+    "(--tls-cert and --tls-key, PSCLIENT_TLS_CERT and PSCLIENT_TLS_KEY)": "(--source-cert and --source-key)",
+    "PSCLIENT_TLS_CA": "--source-ca",
+    "PSCLIENT_TLS_CERT": "--source-cert",
+    "PSCLIENT_TLS_KEY": "--source-key",
+    "PSCLIENT_TOKEN_FILE": "--source-token-file",
 }
 """What other clients of a server are given, and how a relay is."""
 
@@ -65,17 +65,17 @@ class SourceError(Exception):
 def security_of(settings: ServerSettings) -> Security:
     """Return how a relay protects its channels to the source."""
     return Security(
-        ca=settings.relay_ca,
-        cert=settings.relay_cert,
-        key=settings.relay_key,
-        token_file=settings.relay_token_file,
+        ca=settings.source_ca,
+        cert=settings.source_cert,
+        key=settings.source_key,
+        token_file=settings.source_token_file,
     )
 
 
 def addresses_of(settings: ServerSettings, seconds: float) -> tuple[tuple[str, ...], Security]:
     """Return the address of each shard of the source; raises :class:`SourceError`."""
     try:
-        return find(settings.relay_of, security_of(settings), seconds)
+        return find(settings.source, security_of(settings), seconds)
     except (AddressError, ChannelError, DiscoveryError) as error:
         raise SourceError(str(error)) from error
 
@@ -102,7 +102,7 @@ class Source:
         self._calls: set[Any] = set()
         self._lock = threading.Lock()
         self._closed = False
-        self._address = settings.relay_of
+        self._address = settings.source
 
     def await_cut(self, request: pb.AwaitCutRequest) -> pb.AwaitCutResponse:
         """See :class:`CutSource`."""
@@ -123,7 +123,7 @@ class Source:
             read_cut: Any = channel.stream_stream(READ_CUT)
             call = read_cut(iter([asked.request.SerializeToString()]))
             with self._tracked(call):
-                return asked.read(_moving(call))
+                return asked.read(moving(call, _IDLE_SECONDS))
 
     def close(self) -> None:
         """See :class:`CutSource`."""
@@ -142,7 +142,7 @@ class Source:
             if len(addresses) != settings.num_shards:
                 _require_answer(addresses[0], security)
                 raise SourceError(
-                    f"{settings.relay_of} is the address of {len(addresses)} shards, and this relay has "
+                    f"{settings.source} is the address of {len(addresses)} shards, and this relay has "
                     f"{settings.num_shards}: name each shard of the source; or, if it has another number of shards by "
                     "now, start the relay again with another --data-dir"
                 )
@@ -200,28 +200,6 @@ def _require_answer(address: str, security: Security) -> None:
             stub.GetStatus(pb.GetStatusRequest(brief=True), timeout=_ANSWER_SECONDS)
         except grpc.RpcError as error:
             raise SourceError(explain(error, address)) from error
-
-
-def _moving(call: Any) -> Iterator[bytes]:
-    """Yield the messages of a call, and cancel it if none comes for too long."""
-    ended, moved = threading.Event(), [time.monotonic()]
-
-    def watch() -> None:
-        while not ended.wait(1.0):
-            if time.monotonic() > moved[0] + _IDLE_SECONDS:
-                call.cancel()
-                return
-
-    watcher = threading.Thread(target=watch, name="relay-watch", daemon=True)
-    watcher.start()
-    try:
-        for message in call:
-            moved[0] = time.monotonic()
-            yield message
-            moved[0] = time.monotonic()  # the time of reading it is not the line's
-    finally:
-        ended.set()
-        watcher.join()
 
 
 def question(

@@ -20,6 +20,7 @@ from pscore.wire.messages import LARGEST_RATE, MOST_ELEMENTS
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.data_leases.dataset import MOST_EPOCHS, MOST_SAMPLES, MOST_SIZE
 from psservice.feed.relaying import MOST_RELAYS
+from psservice.storage.journal_format import MARK_BYTES
 from psservice.values import require_name
 
 _WAIT = (0.0, 3600.0)  # seconds of one call; a worker that waits longer calls again
@@ -28,6 +29,7 @@ _MOST_VERSION = _MOST_STEP = 1 << 53  # exact as a double too: metrics, JSON
 _MOST_GENERATION = (3 << 62) - 1  # an epoch of 3·2^30: a thousand million uploads above what a worker may tell of
 _MOST_PUSH_SAMPLES = 1 << 32
 _LARGEST_PUSH_RATE = 1e9
+_MOST_BYTES = 1 << 62  # of a journal, and segments
 _FASTEST_LINK = 1e15  # bytes a second
 
 BOUNDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
@@ -78,6 +80,12 @@ BOUNDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
     "ReadCutRequest": {"link_bytes_per_second": (0.0, _FASTEST_LINK)},
     "HeldPart": {"end": (1, MOST_ELEMENTS), "version": (0, _MOST_VERSION)},
     "RestoreModelRequest": {"version": (0, _MOST_VERSION)},
+    "ReplicateRequest": {
+        "segment": (0, _MOST_BYTES),
+        "offset": (0, _MOST_BYTES),
+        "generation": (0, _MOST_GENERATION),
+        "wait_seconds": _WAIT,
+    },
     "EvictWorkerRequest": {"ban_seconds": (0.0, _LONGEST_BAN_SECONDS)},
 }
 """By message and field: the least and the largest value."""
@@ -105,6 +113,7 @@ _NAMES: Mapping[str, Mapping[str, bool]] = {
     "RestoreModelRequest": {"checkpoint": True, "ticket": True, "publication": True},
     "EvictWorkerRequest": {"worker_id": False},
     "AwaitCutRequest": {"reader": True},
+    "ReplicateRequest": {"standby": False},
 }
 """By message and field: whether the name may be empty."""
 
@@ -159,10 +168,21 @@ def _require_renewal(request: pb.RenewLeaseRequest) -> None:
     if len(request.shards) > _MOST_SHARDS:
         raise Rejected(ErrorCode.BAD_REQUEST, f"a worker tells of at most {_MOST_SHARDS} shards")
     for history in request.shards:
-        if len(history.origins) > MOST_ORIGINS:
-            raise Rejected(ErrorCode.BAD_REQUEST, f"a shard has at most {MOST_ORIGINS} origins")
-        for message in (history, *history.origins):
-            require(message)
+        _require_history(history)
+
+
+def _require_history(history: pb.ShardHistory) -> None:
+    if len(history.origins) > MOST_ORIGINS:
+        raise Rejected(ErrorCode.BAD_REQUEST, f"a shard has at most {MOST_ORIGINS} origins")
+    for message in (history, *history.origins):
+        require(message)
+
+
+def _require_replication(request: pb.ReplicateRequest) -> None:
+    if len(request.mark) not in (0, MARK_BYTES):
+        raise Rejected(ErrorCode.BAD_REQUEST, f"the mark of a segment has {MARK_BYTES} bytes")
+    if request.HasField("successor"):
+        _require_history(request.successor)
 
 
 def _require_digest(digest: bytes) -> None:
@@ -202,6 +222,7 @@ _LISTS: Mapping[str, Callable[[Any], None]] = {
     "AwaitCutRequest": _require_cut_question,
     "ReadCutRequest": _require_read,
     "FollowRunRequest": _require_news_question,
+    "ReplicateRequest": _require_replication,
     "UploadHeader": lambda header: _require_digest(header.digest) if header.digest else None,
 }
 

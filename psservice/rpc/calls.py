@@ -49,6 +49,7 @@ class Lane(Enum):
     OPERATOR = "operator"
     FINISH = "finish"
     READ = "read"
+    STANDBY = "standby"
     WORK = "work"
 
 
@@ -63,6 +64,7 @@ class Rule:
         has_last_step: whether a reader of messages ends with a step for the thread of the parameters.
         reads_ahead: whether the next message is received while the handler works on one: of megabytes, and many.
         is_audited: whether the log has who called, and how that ended.
+        serves_replaced: whether a shard serves it whose place a standby has taken; operators' calls are served too.
     """
 
     role: Role
@@ -73,6 +75,7 @@ class Rule:
     has_last_step: bool = False
     reads_ahead: bool = False
     is_audited: bool = False
+    serves_replaced: bool = False
 
 
 RULES: dict[str, Rule] = {
@@ -100,6 +103,8 @@ RULES: dict[str, Rule] = {
     "RestoreModel": Rule(Role.ADMIN, Lane.OPERATOR, is_audited=True),
     "Drain": Rule(Role.ADMIN, Lane.OPERATOR, is_audited=True),
     "EvictWorker": Rule(Role.ADMIN, Lane.OPERATOR, is_audited=True),
+    "Replicate": Rule(Role.ADMIN, Lane.STANDBY, stays_open=True, serves_replaced=True),
+    "Promote": Rule(Role.ADMIN, Lane.OPERATOR, is_audited=True),
 }
 """Every method of the service; a test asserts that none is missing."""
 

@@ -38,6 +38,7 @@ from psservice.rpc.calls import (
     Handler,
     Lane,
     LastStep,
+    Rule,
     StreamReader,
     begin,
     feed,
@@ -64,7 +65,7 @@ _OneMessage: TypeAlias = Callable[[Call, Message], Answer]
 _InParts: TypeAlias = Callable[[Call], StreamReader]
 
 _SMALL_BYTES = 16 << 10  # of a message of a push that is decoded sooner than handed over
-_LANE_THREADS = {Lane.LEASE: 2, Lane.JOIN: 2, Lane.OPERATOR: 4, Lane.FINISH: 1, Lane.READ: 2}
+_LANE_THREADS = {Lane.LEASE: 2, Lane.JOIN: 2, Lane.OPERATOR: 4, Lane.FINISH: 1, Lane.READ: 2, Lane.STANDBY: 1}
 _MOST_AHEAD = 4  # calls of which a message that is not charged yet, 4 MiB at most, is received
 _MOST_CALLS = 4096
 _MOST_SILENT = 256  # calls without a message, two for each worker, one a reader; beyond that the oldest is cut
@@ -209,6 +210,7 @@ class Dispatcher:
         if SHARD_HEADER in headers:
             require_place(self._settings, str(headers[SHARD_HEADER]))
         self._require_serving()
+        self._require_place_kept(rule)
         if len(self.open_calls) >= _MOST_CALLS:
             raise Rejected(ErrorCode.BUSY, f"{_MOST_CALLS} calls are open", retry_seconds=1.0)
         parent = headers.get(TRACEPARENT)
@@ -242,6 +244,16 @@ class Dispatcher:
     def _require_serving(self) -> None:
         if self._stopping:
             raise Rejected(ErrorCode.DRAINING, "the server is stopping")
+
+    def _require_place_kept(self, rule: Rule) -> None:
+        """Refuse a call if a standby has taken this shard's place, and serves it."""
+        if rule.lane is Lane.OPERATOR or rule.serves_replaced or not self._shard.replaced_by:
+            return
+        raise Rejected(
+            ErrorCode.REPLACED,
+            "a standby serves in this server's place",
+            generation=str(self._shard.replaced_by),
+        )
 
     async def _measured(self, opened: OpenCall, answering: Coroutine[Any, Any, Answers]) -> None:
         """Send the answers to a request; count, time and trace the request."""
@@ -279,6 +291,7 @@ class Dispatcher:
         answer = self._read_stream if opened.rule.in_parts else self._in_turn
         while (first := await self._read_idle(opened)) is not None:
             caller = await self._authenticator.admit(credentials, rpc, opened.rule.role)  # its line may have changed
+            self._require_place_kept(opened.rule)
             opened.call = Call(rpc, caller)
             opened.started, opened.is_answered = opened.loop.time(), False
             await self._measured(opened, answer(opened, handler, first))

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 
 from pscore.model.digest import DIGEST_BYTES
+from pscore.net.alternatives import serving
 from pscore.net.channels import ChannelError, Security, explain, open_channel
 from pscore.wire.errors import ErrorCode, Rejected, details_of
 from pscore.wire.messages import place_of
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 LONGEST_SECONDS = 30.0
 """How long shard 0 holds an answer."""
 
+_FIND_SECONDS = 3.0  # for the servers that may be shard 0 to tell which serves
 _ANSWER_SECONDS = 10.0  # beyond that, before shard 0 is taken for away
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
 _COMPLAINT_SECONDS = 60.0
@@ -140,7 +142,11 @@ class Follower:
         pause = _SHORTEST_PAUSE_SECONDS
         while not self._closing.is_set():
             try:
-                with open_channel(settings.coordinator, security_of(settings), _CHANNEL_OPTIONS) as channel:
+                security = security_of(settings)
+                coordinator = settings.coordinator
+                if not settings.coordinator_is_here:
+                    coordinator = serving(coordinator, security, _FIND_SECONDS)
+                with open_channel(coordinator, security, _CHANNEL_OPTIONS) as channel:
                     stub = ParameterServerServiceStub(channel)
                     while not self._closing.is_set():
                         answer = self._ask(stub, known)

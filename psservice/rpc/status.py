@@ -5,6 +5,7 @@ import time
 from pscore.model.layout import Span
 from pscore.version import __version__
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.durability.replication import StandbyProgress
 from psservice.membership.leases import Member
 from psservice.observability.metrics import Metrics
 from psservice.replies.reply_session import ReplyMode
@@ -75,6 +76,33 @@ def status_of(shard: Shard, uptime_seconds: float, queued: int, *, brief: bool =
         cut_version=_cut_version(shard),
         readers=_readers(shard),
         relay=_relay(shard),
+        replication=_replication(shard),
+        replaced_by=shard.replaced_by,
+    )
+
+
+def _progress(shard: Shard) -> StandbyProgress:
+    version = shard.model.version if shard.model else 0
+    return shard.durability.replication.progress(shard.durability.newest_position(), version)
+
+
+def _behind(shard: Shard) -> StandbyProgress:
+    """Return how far the standby is; as one that has everything if none has ever followed."""
+    progress = _progress(shard)
+    return progress if progress.standby else StandbyProgress("", False, 0, 0, 0.0)
+
+
+def _replication(shard: Shard) -> pb.ReplicationStatus | None:
+    progress, is_required = _progress(shard), shard.durability.replication.is_required
+    if not progress.standby and not is_required:
+        return None
+    return pb.ReplicationStatus(
+        standby=progress.standby,
+        connected=progress.is_connected,
+        acknowledged=is_required,
+        behind_bytes=progress.behind_bytes,
+        behind_versions=progress.behind_versions,
+        behind_seconds=progress.behind_seconds,
     )
 
 
@@ -171,6 +199,11 @@ def bind_metrics(shard: Shard) -> None:
     if (relaying := shard.relaying) is not None:
         metrics.source_lost_seconds.set_function(lambda: relaying.lost_seconds)
         metrics.source_behind_seconds.set_function(lambda: relaying.behind_seconds)
+    metrics.standby_connected.set_function(lambda: _progress(shard).is_connected)
+    metrics.standby_behind_bytes.set_function(lambda: _behind(shard).behind_bytes)
+    metrics.standby_behind_versions.set_function(lambda: _behind(shard).behind_versions)
+    metrics.standby_behind_seconds.set_function(lambda: _behind(shard).behind_seconds)
+    metrics.replaced.set_function(lambda: bool(shard.replaced_by))
     metrics.training.set_function(lambda: shard.run.state is RunState.TRAINING)
     metrics.draining.set_function(lambda: shard.drain_gate.is_closed)
     metrics.durable.set_function(lambda: shard.durability.is_healthy)

@@ -12,7 +12,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.membership.leases import Member
 from psservice.model.training_mode import TrainingMode
 from psservice.shard import model_install
-from psservice.shard.lifecycle import close_rounds_after_leave, end_left_workers
+from psservice.shard.lifecycle import close_rounds_after_leave, end_left_workers, note_histories
 from psservice.shard.shard import Shard
 from psservice.state.records import worker_of
 from psservice.state.v1 import journal_pb2 as rec
@@ -129,7 +129,7 @@ def hear_of_shards(shard: Shard, told: Iterable[pb.ShardHistory]) -> None:
         if model is None or index >= settings.num_shards:
             continue
         if index == settings.shard_index:
-            lost = shard.state.histories.hear_of_itself(history, model.generation, model.version)
+            lost = hear_of_itself(shard, history)
             what = "this shard's disk was taken back: workers have seen versions that it does not have. Begin"
         else:
             lost = shard.state.histories.hear(history)
@@ -137,6 +137,24 @@ def hear_of_shards(shard: Shard, told: Iterable[pb.ShardHistory]) -> None:
         if lost:
             extra = {"of_shard": index, "versions": lost}
             log.warning(f"{what} a new history at a checkpoint of all shards, with psservice restore", extra=extra)
+
+
+def hear_of_itself(shard: Shard, history: pb.ShardHistory) -> int:
+    """Note what somebody has seen of this shard; return the versions that it has lost.
+
+    If a standby has taken the shard's place, that is written down at once.
+    """
+    model = shard.require_model(None)
+    was_replaced = shard.replaced_by
+    lost = shard.state.histories.hear_of_itself(history, model.generation, model.version)
+    if shard.replaced_by and not was_replaced:
+        note_histories(shard)
+        log.error(
+            "a standby serves in this server's place: nothing is served here any more; stop this server",
+            extra={"generation": shard.replaced_by},
+        )
+        shard.leases.waiters.wake(everyone=True)
+    return lost
 
 
 def leave(shard: Shard, identity: Identity) -> None:

@@ -156,7 +156,7 @@ class Shard:
         self.last_push: tuple[Identity, int] | None = None
         self.ends_with: End | None = None
         self.undone_end = 0
-        self.durability = Durability(self, on_health, self.tell_shards)
+        self.durability = Durability(self, on_health, self.tell_shards, self.leases.waiters.recorded)
         self.relaying: Relaying | None = None
         if settings.relay_of:
             identity = environment.random_bytes(8).hex()
@@ -197,6 +197,12 @@ class Shard:
     def run(self) -> Run:
         """The run, as this shard sees it."""
         return self.state.run
+
+    @property
+    def replaced_by(self) -> int:
+        """The generation of a standby that has taken this shard's place; 0 if none has."""
+        model = self.model
+        return 0 if model is None else self.state.histories.successor(self.settings.shard_index, model.generation)
 
     def is_alone(self, identity: Identity) -> bool:
         """Tell whether there is no model and no worker but this one, which may then change what was agreed on."""

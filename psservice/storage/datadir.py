@@ -15,9 +15,10 @@ from psservice.settings import ServerSettings
 from psservice.storage import snapshots
 from psservice.storage.environment import Environment
 from psservice.storage.files import Files, StorageError, discard
-from psservice.storage.journal import Journal, segment_numbers
+from psservice.storage.journal import Journal, Position, segment_numbers
 from psservice.storage.lock_file import LOCK_NAME, LockFile, Watermark
 from psservice.storage.manifest import Manifest
+from psservice.storage.parts import HeldPart, JournalPart, SnapshotPart, part_behind
 from psservice.storage.recovery_source import RecordError, RecoverySource, newest_source
 from psservice.storage.snapshots import Snapshot
 
@@ -125,10 +126,11 @@ class DataDir:
         """Remove a prepared snapshot."""
         snapshots.abandon(self.files, self._snapshots, manifest)
 
-    def commit(self, manifest: Manifest, *, clean: bool) -> Snapshot:
+    def commit(self, manifest: Manifest, *, clean: bool, needed_from: int | None = None) -> Snapshot:
         """Give a prepared snapshot its name; then remove old ones, and the journal before the oldest.
 
-        ``clean``: the last act of a server that was told to stop. Raises :class:`StorageError`.
+        ``clean``: the last act of a server that was told to stop. ``needed_from``: the first segment that somebody else
+        still reads. Raises :class:`StorageError`.
         """
         try:
             snapshot = snapshots.commit(self.files, self._snapshots, manifest)
@@ -143,7 +145,8 @@ class DataDir:
         try:  # the new one is on the disk already: no failure from here on is its caller's
             kept = snapshots.prune(self.files, self._snapshots, self._settings.keep_snapshots)
             if self._journal is not None and kept:
-                self._journal.cut_before(min(each.manifest.segment for each in kept))
+                first = min(each.manifest.segment for each in kept)
+                self._journal.cut_before(first if needed_from is None else min(first, needed_from))
         except OSError as error:
             log.warning("old snapshots stay", extra={"path": str(self._snapshots), "error": str(error)})
         return snapshot
@@ -157,6 +160,10 @@ class DataDir:
             return snapshots.name_of(manifest) in self.files.list(self._snapshots)
         except OSError:
             return True
+
+    def part_behind(self, held: HeldPart, newest: Snapshot, end: Position) -> JournalPart | SnapshotPart | None:
+        """Return what follows behind a standby's part; ``None`` if nothing does. Raises ``OSError``."""
+        return part_behind(self.files, self._journals, held, newest, end)
 
     def lost_file(self) -> Path | None:
         """Return a file of the directory whose name stands for nothing, or for another file, by now; else ``None``.

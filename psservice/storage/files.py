@@ -97,6 +97,10 @@ class Files:
         """Create a file to append to; the name must be free."""
         return OpenFile(path, os.O_WRONLY | os.O_EXCL | os.O_APPEND)
 
+    def open_end(self, path: Path) -> OpenFile:
+        """Open a file to append to its end."""
+        return OpenFile(path, os.O_WRONLY | os.O_APPEND)
+
     def open_lock(self, path: Path) -> OpenFile:
         """Open a lock file, or create one."""
         return OpenFile(path, os.O_RDWR)

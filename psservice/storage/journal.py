@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from isal.isal_zlib import crc32
 
@@ -38,6 +38,13 @@ log = logging.getLogger(__name__)
 _SUFFIX = ".journal"
 _LOG_SECONDS = 60.0  # between two log lines about records that cannot be written
 _SEARCH_BYTES = 1 << 20
+
+
+class Position(NamedTuple):
+    """A place in the journal: the bytes of a segment before ``offset``, and all segments before. Positions compare."""
+
+    segment: int = 0
+    offset: int = 0
 
 
 def segment_path(directory: Path, number: int) -> Path:
@@ -139,6 +146,12 @@ class Journal:
     def path(self) -> Path:
         """The file of the segment that is appended to."""
         return self._path
+
+    @property
+    def position(self) -> Position:
+        """The end of the last record; any thread may ask."""
+        with self._lock:
+            return Position(self._number, self._size)
 
     def give_up(self, why: str) -> None:
         """Refuse every later record: what is appended would be lost."""

@@ -21,6 +21,10 @@ from psservice.storage.files import UNKNOWN_PLACE, Files, Place, StorageError
 from psservice.storage.formats import require_mark
 
 LOCK_NAME = "lock"
+
+STANDBY = "standby"
+"""Stands in the lock for the mode of fsync: the directory is a standby's, and another server acknowledges."""
+
 _MAGIC = b"SPSLOCK3"
 _FORM = struct.Struct("<8s36s8sQQQQQ?QQ")
 _CRC = struct.Struct("<I")

@@ -8,7 +8,7 @@ from psservice.storage import snapshots
 from psservice.storage.files import DISK, Files, StorageError
 from psservice.storage.journal import SegmentReader, segment_numbers, segment_path
 from psservice.storage.journal_format import DamagedError, Record
-from psservice.storage.lock_file import LOCK_NAME, Watermark, is_copy, read_watermark
+from psservice.storage.lock_file import LOCK_NAME, STANDBY, Watermark, is_copy, read_watermark
 from psservice.storage.snapshots import Snapshot
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ class RecoverySource:
     Attributes:
         tensors: the snapshot's.
         until: first segment of the next generation: its records do not belong to this snapshot. ``None`` for none.
+        is_of_standby: whether a standby has kept the directory: another server may have acknowledged more.
         lost: whether something may be gone that was acknowledged: by damage, or in a torn tail that the death of the
             machine has left.
     """
@@ -62,6 +63,7 @@ class RecoverySource:
         self.snapshot, self.tensors = snapshot, snapshot.read()
         self._watermark, self._strict, self._repair = watermark, strict, repair
         self.lost = False
+        self.is_of_standby = watermark.fsync == STANDBY
         self._same_boot = bool(watermark.boot_id) and watermark.boot_id == files.boot_id()
         self._bytes_required = watermark.appended if self._same_boot else watermark.durable  # of the newest segment
         # A copy that was made while the server ran may have the lock of a later moment than the journal. One that was
@@ -86,6 +88,8 @@ class RecoverySource:
     @property
     def is_complete(self) -> bool:
         """Whether every version that a worker ever saw is still there, so that the history goes on."""
+        if self.is_of_standby:
+            return False
         first, last = self.snapshot.manifest.segment, max(segment_numbers(self._files, self._journal), default=0)
         newest = max(snapshots.newest_number(self._files, self.snapshot.path.parent), self._watermark.snapshot)
         if self.lost or self.is_copy or newest > max(first, last):

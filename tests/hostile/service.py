@@ -238,6 +238,16 @@ class Service:
             "RestoreModel": lambda: [pb.RestoreModelRequest(version=1 << 60)],
             "Drain": lambda: [pb.DrainRequest(action=pb.DRAIN_ACTION_OPEN)],
             "EvictWorker": lambda: [pb.EvictWorkerRequest(worker_id="bert", ban_seconds=1.0)],
+            "Replicate": lambda: [
+                pb.ReplicateRequest(
+                    standby="s",
+                    segment=chance.randrange(3),
+                    mark=chance.choice((b"", bytes(8))),
+                    offset=chance.choice((0, 36, 1 << 40)),
+                    generation=chance.randrange(2),
+                )
+            ],
+            "Promote": lambda: [pb.PromoteRequest(force=True)],
         }
         return calls[rpc]()
 

@@ -105,6 +105,8 @@ def requests_of(worker, rpc):
         return [pb.RestoreModelRequest(version=1)]
     if rpc == "EvictWorker":
         return [pb.EvictWorkerRequest(worker_id="nobody")]
+    if rpc == "Replicate":
+        return [pb.ReplicateRequest(standby="s", successor=pb.ShardHistory(origins=[pb.ShardOrigin()]))]
     raise AssertionError(f"{rpc} has a number now: say what a good request of it is")
 
 

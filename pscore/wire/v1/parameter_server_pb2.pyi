@@ -426,6 +426,12 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     """The values of that cut are no longer kept: ask for the newest one."""
     REFUSAL_REASON_RELAY_RING: _RefusalReason.ValueType  # 32
     """A relay would relay itself."""
+    REFUSAL_REASON_STANDBY: _RefusalReason.ValueType  # 33
+    """This server stands by for another one, and serves nobody."""
+    REFUSAL_REASON_REPLACED: _RefusalReason.ValueType  # 34
+    """A standby has taken this server's place."""
+    REFUSAL_REASON_NO_STANDBY: _RefusalReason.ValueType  # 35
+    """An answer waits until a standby has what it tells of, and none does; RetryInfo says when to come back."""
 
 class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper):
     """Why a call was refused; its full name travels as the reason of google.rpc.ErrorInfo."""
@@ -494,6 +500,12 @@ REFUSAL_REASON_NO_SUCH_CUT: RefusalReason.ValueType  # 31
 """The values of that cut are no longer kept: ask for the newest one."""
 REFUSAL_REASON_RELAY_RING: RefusalReason.ValueType  # 32
 """A relay would relay itself."""
+REFUSAL_REASON_STANDBY: RefusalReason.ValueType  # 33
+"""This server stands by for another one, and serves nobody."""
+REFUSAL_REASON_REPLACED: RefusalReason.ValueType  # 34
+"""A standby has taken this server's place."""
+REFUSAL_REASON_NO_STANDBY: RefusalReason.ValueType  # 35
+"""An answer waits until a standby has what it tells of, and none does; RetryInfo says when to come back."""
 Global___RefusalReason: _TypeAlias = RefusalReason  # noqa: Y015
 
 class _DrainAction:
@@ -2957,6 +2969,9 @@ class GetStatusResponse(_message.Message):
     CUT_VERSION_FIELD_NUMBER: _builtins.int
     READERS_FIELD_NUMBER: _builtins.int
     RELAY_FIELD_NUMBER: _builtins.int
+    REPLICATION_FIELD_NUMBER: _builtins.int
+    STANDBY_FIELD_NUMBER: _builtins.int
+    REPLACED_BY_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     run_state: Global___RunState.ValueType
@@ -3025,6 +3040,8 @@ class GetStatusResponse(_message.Message):
     """Whether shard i is at this shard's host too, at its port minus shard_index plus i: one address names all shards."""
     cut_version: _builtins.int
     """On shard 0: version of this shard in the newest cut for readers; 0 if there is none."""
+    replaced_by: _builtins.int
+    """Generation of the standby that has taken this server's place, which serves nobody any more; 0 if none has."""
     @_builtins.property
     def settings(self) -> Global___RunSettings:
         """Its settings."""
@@ -3052,6 +3069,14 @@ class GetStatusResponse(_message.Message):
     @_builtins.property
     def relay(self) -> Global___RelayStatus:
         """Of a relay: how it follows its source; unset for other servers."""
+
+    @_builtins.property
+    def replication(self) -> Global___ReplicationStatus:
+        """The standby that follows this shard; unset if none has since the start, and answers do not wait for one."""
+
+    @_builtins.property
+    def standby(self) -> Global___StandbyStatus:
+        """Of a standby: what it has; unset for a server that serves."""
 
     def __init__(
         self,
@@ -3097,14 +3122,281 @@ class GetStatusResponse(_message.Message):
         cut_version: _builtins.int = ...,
         readers: _abc.Iterable[Global___ReaderStatus] | None = ...,
         relay: Global___RelayStatus | None = ...,
+        replication: Global___ReplicationStatus | None = ...,
+        standby: Global___StandbyStatus | None = ...,
+        replaced_by: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["relay", b"relay", "settings", b"settings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["relay", b"relay", "replication", b"replication", "settings", b"settings", "standby", b"standby"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_bytes", b"buffer_bytes", "calls_inside", b"calls_inside", "cut_version", b"cut_version", "dense_pull_bytes", b"dense_pull_bytes", "dense_push_bytes", b"dense_push_bytes", "device", b"device", "draining", b"draining", "durability", b"durability", "durable", b"durable", "evicted", b"evicted", "generation", b"generation", "journal_bytes", b"journal_bytes", "known_shards", b"known_shards", "length", b"length", "max_staleness", b"max_staleness", "method", b"method", "num_shards", b"num_shards", "origins", b"origins", "parameters", b"parameters", "ports_in_a_row", b"ports_in_a_row", "pull_bytes", b"pull_bytes", "pulls", b"pulls", "push_bytes", b"push_bytes", "pushes", b"pushes", "queue_limit", b"queue_limit", "queued", b"queued", "readers", b"readers", "relay", b"relay", "run_id", b"run_id", "run_state", b"run_state", "samples", b"samples", "server_version", b"server_version", "settings", b"settings", "shard_index", b"shard_index", "snapshot_age_seconds", b"snapshot_age_seconds", "snapshot_checkpoint", b"snapshot_checkpoint", "snapshot_version", b"snapshot_version", "start", b"start", "uptime_seconds", b"uptime_seconds", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_bytes", b"buffer_bytes", "calls_inside", b"calls_inside", "cut_version", b"cut_version", "dense_pull_bytes", b"dense_pull_bytes", "dense_push_bytes", b"dense_push_bytes", "device", b"device", "draining", b"draining", "durability", b"durability", "durable", b"durable", "evicted", b"evicted", "generation", b"generation", "journal_bytes", b"journal_bytes", "known_shards", b"known_shards", "length", b"length", "max_staleness", b"max_staleness", "method", b"method", "num_shards", b"num_shards", "origins", b"origins", "parameters", b"parameters", "ports_in_a_row", b"ports_in_a_row", "pull_bytes", b"pull_bytes", "pulls", b"pulls", "push_bytes", b"push_bytes", "pushes", b"pushes", "queue_limit", b"queue_limit", "queued", b"queued", "readers", b"readers", "relay", b"relay", "replaced_by", b"replaced_by", "replication", b"replication", "run_id", b"run_id", "run_state", b"run_state", "samples", b"samples", "server_version", b"server_version", "settings", b"settings", "shard_index", b"shard_index", "snapshot_age_seconds", b"snapshot_age_seconds", "snapshot_checkpoint", b"snapshot_checkpoint", "snapshot_version", b"snapshot_version", "standby", b"standby", "start", b"start", "uptime_seconds", b"uptime_seconds", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class ReplicationStatus(_message.Message):
+    """How far a standby has what this shard has written."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STANDBY_FIELD_NUMBER: _builtins.int
+    CONNECTED_FIELD_NUMBER: _builtins.int
+    ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
+    BEHIND_BYTES_FIELD_NUMBER: _builtins.int
+    BEHIND_VERSIONS_FIELD_NUMBER: _builtins.int
+    BEHIND_SECONDS_FIELD_NUMBER: _builtins.int
+    standby: _builtins.str
+    """Its name; empty if none has followed since the start."""
+    connected: _builtins.bool
+    """True while one follows."""
+    acknowledged: _builtins.bool
+    """True if answers wait for the standby."""
+    behind_bytes: _builtins.int
+    """Bytes of the journal that it lacks; unknown, and 0, while it lacks a snapshot."""
+    behind_versions: _builtins.int
+    """Versions that it lacks."""
+    behind_seconds: _builtins.float
+    """How long it has lacked something, seconds; 0 if it has everything."""
+    def __init__(
+        self,
+        *,
+        standby: _builtins.str = ...,
+        connected: _builtins.bool = ...,
+        acknowledged: _builtins.bool = ...,
+        behind_bytes: _builtins.int = ...,
+        behind_versions: _builtins.int = ...,
+        behind_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "behind_bytes", b"behind_bytes", "behind_seconds", b"behind_seconds", "behind_versions", b"behind_versions", "connected", b"connected", "standby", b"standby"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicationStatus: _TypeAlias = ReplicationStatus  # noqa: Y015
+
+@_typing.final
+class StandbyStatus(_message.Message):
+    """How far a standby is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRIMARY_FIELD_NUMBER: _builtins.int
+    LOST_SECONDS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
+    BEHIND_BYTES_FIELD_NUMBER: _builtins.int
+    HAS_MODEL_FIELD_NUMBER: _builtins.int
+    primary: _builtins.str
+    """The server that it stands by for, as it was given."""
+    lost_seconds: _builtins.float
+    """How long that server has not answered, seconds; 0 while it does."""
+    error: _builtins.str
+    """Why not; empty while it answers."""
+    acknowledged: _builtins.bool
+    """True if that server's answers wait for the standby, so that it has all that was acknowledged."""
+    behind_bytes: _builtins.int
+    """Bytes of the journal that the standby lacks, as far as it knows."""
+    has_model: _builtins.bool
+    """True once the standby has a model."""
+    def __init__(
+        self,
+        *,
+        primary: _builtins.str = ...,
+        lost_seconds: _builtins.float = ...,
+        error: _builtins.str = ...,
+        acknowledged: _builtins.bool = ...,
+        behind_bytes: _builtins.int = ...,
+        has_model: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "behind_bytes", b"behind_bytes", "error", b"error", "has_model", b"has_model", "lost_seconds", b"lost_seconds", "primary", b"primary"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StandbyStatus: _TypeAlias = StandbyStatus  # noqa: Y015
+
+@_typing.final
+class ReplicateRequest(_message.Message):
+    """What a standby has."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STANDBY_FIELD_NUMBER: _builtins.int
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    MARK_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    SUCCESSOR_FIELD_NUMBER: _builtins.int
+    standby: _builtins.str
+    """Its name, for status and log."""
+    segment: _builtins.int
+    """Its newest segment of the journal; 0 if it has none."""
+    mark: _builtins.bytes
+    """The mark in the head of that segment, 8 bytes; empty if it has none."""
+    offset: _builtins.int
+    """Bytes of that segment that it has written down, as durably as its own settings promise."""
+    generation: _builtins.int
+    """Generation of its newest snapshot; 0 if it has none."""
+    wait_seconds: _builtins.float
+    """How long the answer may wait for something that follows."""
+    @_builtins.property
+    def successor(self) -> Global___ShardHistory:
+        """From a standby that was promoted: the history that has taken the place of this shard's. Nothing is answered then."""
+
+    def __init__(
+        self,
+        *,
+        standby: _builtins.str = ...,
+        segment: _builtins.int = ...,
+        mark: _builtins.bytes = ...,
+        offset: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        wait_seconds: _builtins.float = ...,
+        successor: Global___ShardHistory | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["successor", b"successor"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "mark", b"mark", "offset", b"offset", "segment", b"segment", "standby", b"standby", "successor", b"successor", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicateRequest: _TypeAlias = ReplicateRequest  # noqa: Y015
+
+@_typing.final
+class ReplicateResponse(_message.Message):
+    """An answer to a standby: a header, and as many bytes as it announces."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """Bytes that follow, up to 1 MiB."""
+    @_builtins.property
+    def header(self) -> Global___ReplicaHeader:
+        """First message of an answer."""
+
+    def __init__(
+        self,
+        *,
+        header: Global___ReplicaHeader | None = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "header", b"header", "message", b"message"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "header", b"header", "message", b"message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["header", "data"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___ReplicateResponse: _TypeAlias = ReplicateResponse  # noqa: Y015
+
+@_typing.final
+class ReplicaHeader(_message.Message):
+    """What an answer has."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    JOURNAL_BYTES_FIELD_NUMBER: _builtins.int
+    MANIFEST_BYTES_FIELD_NUMBER: _builtins.int
+    TENSORS_BYTES_FIELD_NUMBER: _builtins.int
+    CONTINUES_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    NEWEST_SEGMENT_FIELD_NUMBER: _builtins.int
+    NEWEST_OFFSET_FIELD_NUMBER: _builtins.int
+    ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
+    segment: _builtins.int
+    """Segment and offset of the bytes of the journal, which are at most 4 MiB; with a snapshot, where the journal goes on."""
+    offset: _builtins.int
+    """Offset."""
+    journal_bytes: _builtins.int
+    """Of a part of the journal: how many bytes follow."""
+    manifest_bytes: _builtins.int
+    """Of a snapshot: the bytes of its manifest, which follow first; 0 for a part of the journal."""
+    tensors_bytes: _builtins.int
+    """Of a snapshot: the bytes of its tensors, which follow then."""
+    continues: _builtins.bool
+    """Of a snapshot: false if nothing that the standby has belongs to it."""
+    version: _builtins.int
+    """Version of the shard now."""
+    newest_segment: _builtins.int
+    """Its newest segment of the journal."""
+    newest_offset: _builtins.int
+    """Bytes of that segment."""
+    acknowledged: _builtins.bool
+    """Whether the shard's answers wait for the standby."""
+    def __init__(
+        self,
+        *,
+        segment: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        journal_bytes: _builtins.int = ...,
+        manifest_bytes: _builtins.int = ...,
+        tensors_bytes: _builtins.int = ...,
+        continues: _builtins.bool = ...,
+        version: _builtins.int = ...,
+        newest_segment: _builtins.int = ...,
+        newest_offset: _builtins.int = ...,
+        acknowledged: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "continues", b"continues", "journal_bytes", b"journal_bytes", "manifest_bytes", b"manifest_bytes", "newest_offset", b"newest_offset", "newest_segment", b"newest_segment", "offset", b"offset", "segment", b"segment", "tensors_bytes", b"tensors_bytes", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaHeader: _TypeAlias = ReplicaHeader  # noqa: Y015
+
+@_typing.final
+class PromoteRequest(_message.Message):
+    """Has a standby serve."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FORCE_FIELD_NUMBER: _builtins.int
+    force: _builtins.bool
+    """True: even though the server that it stands by for still answers, or may have acknowledged what the standby lacks."""
+    def __init__(
+        self,
+        *,
+        force: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force", b"force"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromoteRequest: _TypeAlias = PromoteRequest  # noqa: Y015
+
+@_typing.final
+class PromoteResponse(_message.Message):
+    """The standby is about to serve."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEHIND_BYTES_FIELD_NUMBER: _builtins.int
+    behind_bytes: _builtins.int
+    """Bytes of the journal that it lacks, as far as it knows."""
+    def __init__(
+        self,
+        *,
+        behind_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["behind_bytes", b"behind_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromoteResponse: _TypeAlias = PromoteResponse  # noqa: Y015
 
 @_typing.final
 class RelayStatus(_message.Message):

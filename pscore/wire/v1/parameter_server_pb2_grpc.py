@@ -155,6 +155,16 @@ class ParameterServerServiceStub(object):
                 request_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.EvictWorkerRequest.SerializeToString,
                 response_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.EvictWorkerResponse.FromString,
                 _registered_method=True)
+        self.Replicate = channel.stream_stream(
+                '/sparseps.v1.ParameterServerService/Replicate',
+                request_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.ReplicateRequest.SerializeToString,
+                response_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.ReplicateResponse.FromString,
+                _registered_method=True)
+        self.Promote = channel.unary_unary(
+                '/sparseps.v1.ParameterServerService/Promote',
+                request_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.PromoteRequest.SerializeToString,
+                response_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.PromoteResponse.FromString,
+                _registered_method=True)
 
 
 class ParameterServerServiceServicer(object):
@@ -333,6 +343,21 @@ class ParameterServerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Replicate(self, request_iterator, context):
+        """From a standby: tells what it has of the shard's data directory, and returns what follows: a part of the journal as it
+        was written, or a snapshot. An answer a request, on a stream that stays open.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Promote(self, request, context):
+        """To a standby: have it serve in the place of the server that it stands by for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ParameterServerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -455,6 +480,16 @@ def add_ParameterServerServiceServicer_to_server(servicer, server):
                     servicer.EvictWorker,
                     request_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.EvictWorkerRequest.FromString,
                     response_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.EvictWorkerResponse.SerializeToString,
+            ),
+            'Replicate': grpc.stream_stream_rpc_method_handler(
+                    servicer.Replicate,
+                    request_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.ReplicateRequest.FromString,
+                    response_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.ReplicateResponse.SerializeToString,
+            ),
+            'Promote': grpc.unary_unary_rpc_method_handler(
+                    servicer.Promote,
+                    request_deserializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.PromoteRequest.FromString,
+                    response_serializer=pscore_dot_wire_dot_v1_dot_parameter__server__pb2.PromoteResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1106,6 +1141,60 @@ class ParameterServerService(object):
             '/sparseps.v1.ParameterServerService/EvictWorker',
             pscore_dot_wire_dot_v1_dot_parameter__server__pb2.EvictWorkerRequest.SerializeToString,
             pscore_dot_wire_dot_v1_dot_parameter__server__pb2.EvictWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Replicate(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/sparseps.v1.ParameterServerService/Replicate',
+            pscore_dot_wire_dot_v1_dot_parameter__server__pb2.ReplicateRequest.SerializeToString,
+            pscore_dot_wire_dot_v1_dot_parameter__server__pb2.ReplicateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Promote(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sparseps.v1.ParameterServerService/Promote',
+            pscore_dot_wire_dot_v1_dot_parameter__server__pb2.PromoteRequest.SerializeToString,
+            pscore_dot_wire_dot_v1_dot_parameter__server__pb2.PromoteResponse.FromString,
             options,
             channel_credentials,
             insecure,

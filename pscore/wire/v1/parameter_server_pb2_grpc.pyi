@@ -96,6 +96,12 @@ class ParameterServerServiceStub:
     """Closes the shard to what is new and tells what is still under way; or opens it again. Idempotent."""
     EvictWorker: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.EvictWorkerRequest, _parameter_server_pb2.EvictWorkerResponse]
     """Ends a worker's lease from outside, and may keep the worker out for a time."""
+    Replicate: _grpc.StreamStreamMultiCallable[_parameter_server_pb2.ReplicateRequest, _parameter_server_pb2.ReplicateResponse]
+    """From a standby: tells what it has of the shard's data directory, and returns what follows: a part of the journal as it
+    was written, or a snapshot. An answer a request, on a stream that stays open.
+    """
+    Promote: _grpc.UnaryUnaryMultiCallable[_parameter_server_pb2.PromoteRequest, _parameter_server_pb2.PromoteResponse]
+    """To a standby: have it serve in the place of the server that it stands by for."""
 
 @_typing.type_check_only
 class ParameterServerServiceAsyncStub(ParameterServerServiceStub):
@@ -158,6 +164,12 @@ class ParameterServerServiceAsyncStub(ParameterServerServiceStub):
     """Closes the shard to what is new and tells what is still under way; or opens it again. Idempotent."""
     EvictWorker: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.EvictWorkerRequest, _parameter_server_pb2.EvictWorkerResponse]  # type: ignore[assignment]
     """Ends a worker's lease from outside, and may keep the worker out for a time."""
+    Replicate: _aio.StreamStreamMultiCallable[_parameter_server_pb2.ReplicateRequest, _parameter_server_pb2.ReplicateResponse]  # type: ignore[assignment]
+    """From a standby: tells what it has of the shard's data directory, and returns what follows: a part of the journal as it
+    was written, or a snapshot. An answer a request, on a stream that stays open.
+    """
+    Promote: _aio.UnaryUnaryMultiCallable[_parameter_server_pb2.PromoteRequest, _parameter_server_pb2.PromoteResponse]  # type: ignore[assignment]
+    """To a standby: have it serve in the place of the server that it stands by for."""
 
 class ParameterServerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Keeps one shard of a model and answers workers that train it."""
@@ -361,5 +373,23 @@ class ParameterServerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_parameter_server_pb2.EvictWorkerResponse, _abc.Awaitable[_parameter_server_pb2.EvictWorkerResponse]]:
         """Ends a worker's lease from outside, and may keep the worker out for a time."""
+
+    @_abc_1.abstractmethod
+    def Replicate(
+        self,
+        request_iterator: _MaybeAsyncIterator[_parameter_server_pb2.ReplicateRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_parameter_server_pb2.ReplicateResponse], _abc.AsyncIterator[_parameter_server_pb2.ReplicateResponse]]:
+        """From a standby: tells what it has of the shard's data directory, and returns what follows: a part of the journal as it
+        was written, or a snapshot. An answer a request, on a stream that stays open.
+        """
+
+    @_abc_1.abstractmethod
+    def Promote(
+        self,
+        request: _parameter_server_pb2.PromoteRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_parameter_server_pb2.PromoteResponse, _abc.Awaitable[_parameter_server_pb2.PromoteResponse]]:
+        """To a standby: have it serve in the place of the server that it stands by for."""
 
 def add_ParameterServerServiceServicer_to_server(servicer: ParameterServerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

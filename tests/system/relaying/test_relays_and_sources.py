@@ -58,14 +58,14 @@ def test_a_relay_of_a_secured_source_has_secured_readers(authorities, tmp_path, 
     source_settings, to_source = secured(authorities["source"], tmp_path / "source")
     relay_settings, to_relay = secured(authorities["relay"], tmp_path / "relay")
     tensors = odd_tensors()
-    shared = {"relay_ca": tmp_path / "source" / "ca.pem", "cut_seconds": 0.02}
+    shared = {"source_ca": tmp_path / "source" / "ca.pem", "cut_seconds": 0.02}
     with (
         LocalServer(shards=2, cut_seconds=0.02, **source_settings) as source,
         Publisher(source, settings=settings_of(to_source["worker"])) as publisher,
         LocalServer(
             shards=2,
             relay_of=source.server,
-            relay_token_file=tmp_path / "source" / "reader",
+            source_token_file=tmp_path / "source" / "reader",
             **shared,
             **relay_settings,
             coordinator_ca=tmp_path / "relay" / "ca.pem",
@@ -120,9 +120,9 @@ def test_a_relay_and_its_readers_are_known_by_their_certificates(authorities, tm
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"relay_ca": "ca.pem", "relay_token_file": "wrong"}, "give the caller a token"),
-        ({"relay_ca": "ca.pem"}, "give the caller a token"),
-        ({"relay_token_file": "reader"}, "--relay-ca"),
+        ({"source_ca": "ca.pem", "source_token_file": "wrong"}, "give the caller a token"),
+        ({"source_ca": "ca.pem"}, "give the caller a token"),
+        ({"source_token_file": "reader"}, "--source-ca"),
     ],
     ids=["a token that the source does not have", "no token", "no TLS"],
 )

@@ -1,0 +1,129 @@
+"""How far a standby has what a shard has written, and the answers that wait for that.
+
+A standby tells its position in the journal with each request for what follows. With ``--replicate ack`` an answer that
+tells of a record waits until the standby has the record, as it waits for the disk with ``--fsync always``. So nothing
+that was acknowledged is lost with this machine, and a server whose standby serves in its place by now acknowledges
+nothing any more.
+"""
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pscore.wire.errors import ErrorCode, Rejected
+from psservice.storage.journal import Position
+
+_SILENT_SECONDS = 5.0  # after which a standby that asks for nothing counts as gone
+_LONGEST_WAIT_SECONDS = 10.0  # of an answer, for a standby that is there
+_RETRY_SECONDS = 1.0
+
+
+class StandbyProgress(NamedTuple):
+    """How far a standby is: its name, whether it follows now, and what it lacks (bytes, versions, seconds)."""
+
+    standby: str
+    is_connected: bool
+    behind_bytes: int
+    behind_versions: int
+    behind_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """What was newest when a standby was last answered: a standby that has it has that version."""
+
+    position: Position
+    version: int
+
+
+class Replication:
+    """The standby of one shard. Thread-safe; a call owns the lock for no longer than a few comparisons.
+
+    Args:
+        is_required: whether answers wait for the standby.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float], *, is_required: bool) -> None:
+        self.is_required, self._clock = is_required, clock
+        self._standby, self._heard_at = "", -math.inf
+        self._position, self._version = Position(), 0
+        self._answered = _Answered(Position(), 0)
+        self._whole_at = clock()  # when the standby last had everything
+        self._changed = threading.Condition()
+
+    def hear(self, standby: str, position: Position) -> None:
+        """Note what a standby has.
+
+        Raises :class:`Rejected` (``BUSY``) if another one follows.
+        """
+        with self._changed:
+            now = self._clock()
+            if standby != self._standby and self._is_connected(now):
+                raise Rejected(
+                    ErrorCode.BUSY,
+                    f"standby {self._standby!r} follows this shard already; a shard has one",
+                    retry_seconds=_RETRY_SECONDS,
+                )
+            self._standby, self._heard_at, self._position = standby, now, position
+            if position >= self._answered.position:
+                self._version, self._whole_at = self._answered.version, now
+            self._changed.notify_all()
+
+    def answer(self, newest: Position, version: int) -> None:
+        """Note what is newest while a standby is answered; its next request tells whether it has that."""
+        with self._changed:
+            self._heard_at = self._clock()  # it reads the answer
+            self._answered = _Answered(newest, version)
+
+    def forget(self) -> None:
+        """Count the standby as gone: it has said that it serves by now."""
+        with self._changed:
+            self._heard_at = -math.inf
+            self._changed.notify_all()
+
+    def wait(self, position: Position) -> None:
+        """Wait until the standby has the journal up to a position, if answers wait for it.
+
+        Raises :class:`Rejected` (``NO_STANDBY``) if there is none, or it is too slow.
+        """
+        if not self.is_required:
+            return
+        end = self._clock() + _LONGEST_WAIT_SECONDS
+        with self._changed:
+            while self._position < position:
+                now = self._clock()
+                if not self._is_connected(now):
+                    raise self._refusal("no standby follows this shard")
+                if now >= end:
+                    raise self._refusal(f"standby {self._standby!r} has not got what was written {now - end:.0f} s ago")
+                self._changed.wait(min(1.0, end - now))
+
+    def keep_from(self) -> int | None:
+        """Return the first segment that the standby may still ask for; ``None`` if no standby follows."""
+        with self._changed:
+            return self._position.segment if self._is_connected(self._clock()) else None
+
+    def progress(self, newest: Position, version: int) -> StandbyProgress:
+        """Return how far the standby is from the newest position and version."""
+        with self._changed:
+            now, position = self._clock(), self._position
+            is_whole = position >= newest
+            same_segment = position.segment == newest.segment
+            return StandbyProgress(
+                self._standby,
+                self._is_connected(now),
+                max(0, newest.offset - (position.offset if same_segment else 0)),
+                0 if is_whole else max(0, version - self._version),
+                0.0 if is_whole else now - self._whole_at,
+            )
+
+    def _is_connected(self, now: float) -> bool:
+        return now - self._heard_at < _SILENT_SECONDS
+
+    @staticmethod
+    def _refusal(why: str) -> Rejected:
+        what = "and answers wait for one (--replicate ack)"
+        return Rejected(ErrorCode.NO_STANDBY, f"{why}, {what}", retry_seconds=_RETRY_SECONDS)

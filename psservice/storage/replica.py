@@ -1,0 +1,300 @@
+"""The data directory of a standby: the same snapshots and segments, byte for byte, as those of the shard it follows.
+
+Its lock says that it is a standby's. A server that starts on it has all that the standby has got, and begins a new
+history: nobody knows here what the other server has acknowledged since.
+"""
+
+import logging
+import threading
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from psservice.model.copies import TensorCopy
+from psservice.settings import ServerSettings
+from psservice.storage import snapshots
+from psservice.storage.environment import Environment
+from psservice.storage.files import OpenFile, StorageError, discard
+from psservice.storage.journal import Position, SegmentReader, segment_numbers, segment_path
+from psservice.storage.journal_format import HEAD_BYTES, read_mark
+from psservice.storage.lock_file import STANDBY, LockFile, Watermark
+from psservice.storage.manifest import MANIFEST_NAME, TENSORS_NAME, FileSeal, Manifest
+from psservice.storage.parts import HeldPart
+from psservice.storage.snapshots import Snapshot
+
+log = logging.getLogger(__name__)
+
+LARGEST_MANIFEST_BYTES = 1 << 30
+
+_RECEIVED = ".received.tmp"
+
+
+class Replica:
+    """Takes parts of another shard's directory, and takes snapshots of its own.
+
+    One thread takes parts, by :meth:`append` and :meth:`take_snapshot`; another one may call :meth:`keep`. Raises
+    :class:`StorageError` if another process has the directory, or a server that is no standby has used it.
+    """
+
+    def __init__(self, settings: ServerSettings, environment: Environment) -> None:
+        assert settings.data_dir is not None
+        self._settings, self._environment, self.files = settings, environment, environment.files
+        self.path = settings.data_dir / f"shard-{settings.shard_index}-of-{settings.num_shards}"
+        self._snapshots, self._journals = self.path / "snapshots", self.path / "journal"
+        self._changing = threading.Lock()  # which snapshots and segments there are
+        self._file: OpenFile | None = None
+        self._position, self._durable, self._mark = Position(), 0, b""
+        self._lock_file = LockFile(self.path, self.files)
+        try:
+            self._begin()
+        except OSError as error:
+            self._lock_file.close()
+            raise StorageError(f"cannot write to {self.path} (--data-dir): {error.strerror}") from error
+        except BaseException:
+            self._lock_file.close()
+            raise
+
+    def _begin(self) -> None:
+        before = self._lock_file.watermark
+        for directory in (self._snapshots, self._journals):
+            self.files.make_directory(directory)
+        kept = snapshots.readable(self.files, self._snapshots)
+        if (before.fsync != STANDBY) if before is not None else bool(kept):
+            raise StorageError(
+                f"{self.path} is the data directory of a server, and no standby's: give a standby an empty --data-dir, "
+                "or move this one away first"
+            )
+        snapshots.remove_unfinished(self.files, self._snapshots)
+        begun = replace(before or Watermark(), boot_id=self.files.boot_id(), fsync=STANDBY, clean=False)
+        self._lock_file.begin(begun)
+        self.newest = kept[-1] if kept else None
+        if numbers := segment_numbers(self.files, self._journals):
+            self._open_end(numbers[-1])
+
+    def _open_end(self, number: int) -> None:
+        """Go on behind the last whole record of the newest segment."""
+        path = segment_path(self._journals, number)
+        reader = SegmentReader(path, self.files)
+        for _ in reader.records():
+            pass
+        if not reader.valid_bytes:
+            self.files.remove(path)
+            return
+        self.files.cut(path, reader.valid_bytes)
+        with self.files.open(path) as file:
+            self._mark = read_mark(path, file.read(HEAD_BYTES)) or b""
+        self._file = self.files.open_end(path)
+        self._position, self._durable = Position(number, reader.valid_bytes), 0
+
+    @property
+    def held(self) -> HeldPart:
+        """What is here; for the thread that takes parts."""
+        newest = self.newest
+        if newest is None:
+            return HeldPart(self._position, self._mark, 0)
+        first = Position(newest.manifest.segment, 0)  # until the first bytes behind the snapshot have come
+        return HeldPart(max(self._position, first), self._mark, newest.manifest.generation)
+
+    @property
+    def segment(self) -> int:
+        """The newest segment, which goes on; 0 if there is none. Those before are complete."""
+        return self._position.segment
+
+    def append(self, begin: Position, data: bytes) -> None:
+        """Write down bytes of the journal, as durably as ``--fsync`` says; raises :class:`StorageError`."""
+        if not data:
+            return
+        is_new = begin.offset == 0 and begin.segment > self._position.segment
+        if not is_new and begin != self._position:
+            raise StorageError(f"the journal was to go on at {self._position}, and goes on at {begin}")
+        try:
+            if is_new:
+                self._open_segment(begin.segment, data)
+            assert self._file is not None
+            self._file.append([data])
+            self._position = Position(begin.segment, begin.offset + len(data))
+            if self._settings.fsync == "always":
+                self._file.sync()
+                self._durable = self._position.offset
+            appended, durable = self._position.offset, self._durable
+            self._lock_file.note(segment=begin.segment, appended=appended, durable=durable)
+        except OSError as error:
+            self._cut()
+            raise StorageError(f"cannot write to {self._journals}: {error.strerror or error}") from error
+
+    def _open_segment(self, number: int, data: bytes) -> None:
+        path = segment_path(self._journals, number)
+        mark = read_mark(path, data[:HEAD_BYTES])
+        if mark is None:
+            raise StorageError(f"segment {number} of the journal does not begin with its head")
+        with self._changing:
+            self._sync_end()
+            self.files.remove(path)  # of a journal that is no longer followed
+            file = self.files.open_new(path)
+            if self._file is not None:
+                self._file.close()
+            self._file, self._mark, self._position, self._durable = file, mark, Position(number, 0), 0
+            if self._settings.fsync != "never":
+                self.files.sync(self._journals)
+
+    def _cut(self) -> None:
+        """Remove what a failed write has left behind the end."""
+        if self._file is not None:
+            try:
+                self._file.cut(self._position.offset)
+            except OSError as error:
+                log.error("bytes behind the end stay", extra={"path": str(self._journals), "error": str(error)})
+
+    def sync(self) -> None:
+        """Force what is here to the disk, with ``--fsync interval``; raises :class:`StorageError`."""
+        try:
+            self._sync_end()
+        except OSError as error:
+            raise StorageError(f"cannot force {self._journals} to the disk: {error.strerror or error}") from error
+
+    def _sync_end(self) -> None:
+        if self._file is not None and self._settings.fsync != "never" and self._durable < self._position.offset:
+            self._file.sync()
+            self._durable = self._position.offset
+            self._lock_file.note(durable=self._durable)
+
+    def take_snapshot(
+        self, manifest_bytes: int, tensors_bytes: int, data: Iterable[bytes], *, begin: Position, continues: bool
+    ) -> Snapshot:
+        """Write down a snapshot that comes in pieces, manifest first; return it once it has its name.
+
+        Without ``continues`` all else is dropped, and the journal goes on at ``begin``. Raises :class:`StorageError`.
+        """
+        if manifest_bytes > LARGEST_MANIFEST_BYTES:
+            raise StorageError(f"a manifest of {manifest_bytes} bytes is no manifest")
+        pieces = _Pieces(data)
+        manifest = _manifest(pieces.exactly(manifest_bytes), self._settings)
+        temporary = self._snapshots / _RECEIVED
+        discard(self.files, temporary)
+        try:
+            self.files.make_directory(temporary)
+            seal = self._write_tensors(temporary / TENSORS_NAME, pieces.up_to(tensors_bytes))
+            if seal != manifest.tensors:
+                raise StorageError("the tensors of a snapshot are not those that its manifest describes")
+            self.files.write(temporary / MANIFEST_NAME, pieces.manifest)
+            for each in (temporary / MANIFEST_NAME, temporary):
+                self.files.sync(each)
+            with self._changing:
+                return self._place(temporary, manifest, begin, continues=continues)
+        except OSError as error:
+            raise StorageError(f"cannot write a snapshot to {self._snapshots}: {error.strerror or error}") from error
+        finally:
+            discard(self.files, temporary)
+
+    def _write_tensors(self, path: Path, data: Iterable[bytes]) -> FileSeal:
+        file, size, crc = self.files.open_new(path), 0, 0
+        try:
+            for each in data:
+                file.append([each])
+                size, crc = size + len(each), zlib.crc32(each, crc)
+            file.sync()
+        finally:
+            file.close()
+        return FileSeal(bytes=size, crc32=crc)
+
+    def _place(self, temporary: Path, manifest: Manifest, begin: Position, *, continues: bool) -> Snapshot:
+        """Give a whole snapshot its name, and drop what does not belong to it."""
+        path = self._snapshots / snapshots.name_of(manifest)
+        for each in snapshots.readable(self.files, self._snapshots):
+            if each.path == path or each.manifest.segment >= manifest.segment:
+                discard(self.files, each.path)
+        self.files.rename(temporary, path)
+        self.files.sync(self._snapshots)
+        if not continues:
+            if self._file is not None:
+                self._file.close()
+            self._file, self._position, self._mark, self._durable = None, Position(), b"", 0
+            for number in segment_numbers(self.files, self._journals):
+                self.files.remove(segment_path(self._journals, number))
+        changes = {"snapshot": manifest.segment, "generation": manifest.generation}
+        segment, appended = self._position
+        self._lock_file.note(**changes, segment=segment, appended=appended, durable=self._durable)
+        self.newest = Snapshot(path, manifest, self.files)
+        return self.newest
+
+    def keep(self, manifest: Manifest, tensors: Mapping[str, TensorCopy]) -> Snapshot | None:
+        """Write a snapshot of one's own, and remove older ones and the journal before them.
+
+        Returns ``None`` if another model has come meanwhile. Raises :class:`StorageError`.
+        """
+        try:
+            manifest = snapshots.prepare(self.files, self._snapshots, manifest, tensors)
+            with self._changing:
+                newest = self.newest
+                if newest is None or newest.manifest.generation != manifest.generation:
+                    snapshots.abandon(self.files, self._snapshots, manifest)
+                    return None
+                snapshot = snapshots.commit(self.files, self._snapshots, manifest)
+                self._lock_file.note(snapshot=manifest.segment, generation=manifest.generation)
+                self.newest = snapshot
+                kept = snapshots.prune(self.files, self._snapshots, self._settings.keep_snapshots)
+                first = min(each.manifest.segment for each in kept)
+                for number in segment_numbers(self.files, self._journals):
+                    if number < first:
+                        self.files.remove(segment_path(self._journals, number))
+                return snapshot
+        except OSError as error:
+            raise StorageError(f"cannot write a snapshot to {self._snapshots}: {error.strerror or error}") from error
+
+    def reader(self, segment: int) -> SegmentReader:
+        """Return a reader of a segment."""
+        return SegmentReader(segment_path(self._journals, segment), self.files)
+
+    def close(self) -> None:
+        """Force what is here to the disk, and free the directory."""
+        try:
+            self._sync_end()
+        except OSError as error:
+            log.error("the end of the journal may not be on the disk", extra={"error": str(error)})
+        if self._file is not None:
+            self._file.close()
+        self._lock_file.close()
+
+
+class _Pieces:
+    """Pieces of bytes, read in other portions than they come in; raises :class:`StorageError` if they end early."""
+
+    def __init__(self, data: Iterable[bytes]) -> None:
+        self._data, self._rest, self.manifest = iter(data), b"", b""
+
+    def exactly(self, size: int) -> bytes:
+        """Return so many bytes, which are the manifest."""
+        self.manifest = b"".join(self.up_to(size))
+        return self.manifest
+
+    def up_to(self, size: int) -> Iterator[bytes]:
+        """Yield so many bytes."""
+        while size:
+            piece = self._rest or next(self._data, b"")
+            if not piece:
+                raise StorageError("a snapshot has ended early")
+            taken, self._rest = piece[:size], piece[size:]
+            size -= len(taken)
+            yield taken
+
+
+def _manifest(data: bytes, settings: ServerSettings) -> Manifest:
+    """Read the manifest of a snapshot that has come; raises :class:`StorageError`."""
+    try:
+        manifest = Manifest.model_validate_json(data)
+    except ValidationError as error:
+        raise StorageError(
+            f"the manifest of a snapshot cannot be read: {error}; a standby is of the same release as its server"
+        ) from error
+    if manifest != manifest.sealed(manifest.tensors) or manifest.tensors is None:
+        raise StorageError("the checksum of a manifest does not hold")
+    mine = settings.shard_index, settings.num_shards
+    if (manifest.shard_index, manifest.num_shards) != mine:
+        raise StorageError(
+            f"the snapshot is of shard {manifest.shard_index} of {manifest.num_shards}, this standby is of shard "
+            f"{mine[0]} of {mine[1]}"
+        )
+    return manifest

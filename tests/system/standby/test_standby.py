@@ -1,0 +1,152 @@
+"""A standby has what its primary has acknowledged, and serves in its place; the primary that comes back does not."""
+
+import pytest
+
+import psclient
+from psservice.cli.main import main
+from tests.system.standby.standby_tools import (
+    PATIENT,
+    SECONDS,
+    CountingWorker,
+    counted,
+    either,
+    follows,
+    kill,
+    primary,
+    standby,
+    status,
+    stepping,
+)
+from tests.system.tools import assert_same_parameters, wait_until
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_lost_machine_loses_no_acknowledged_push_and_workers_go_on_with_the_standby(shards, tmp_path, capsys):
+    with (
+        primary(tmp_path, shards=shards, replicate="ack", snapshot_seconds=1.0) as first,
+        standby(tmp_path, first) as second,
+        stepping(either(first, second)) as fleet,
+    ):
+        fleet.go_on(60)
+        kill(first)
+        assert main(["promote", *second.addresses]) == 0
+        assert "serves shard 0 at version" in capsys.readouterr().out
+        fleet.go_on(60)
+        steps = fleet.stop()
+        assert counted(second.server) == steps, "every push once"
+        for worker in fleet.workers:
+            worker.optimizer.pull()
+            assert_same_parameters(worker.model, second.server)
+
+
+def test_a_primary_that_comes_back_is_refused_by_generation_and_stays_so(tmp_path, capsys):
+    log = tmp_path / "log"
+    with (
+        log.open("w") as stream,
+        primary(tmp_path, replicate="ack") as first,
+        standby(tmp_path, first, log_to=stream) as second,
+        stepping(either(first, second)) as fleet,
+    ):
+        fleet.go_on(20)
+        kill(first)
+        assert main(["promote", *second.addresses]) == 0
+        first.restart()
+        wait_until(lambda: "the former primary serves no more" in log.read_text(), SECONDS)
+        fleet.go_on(20)
+        assert fleet.stop() == counted(second.server)
+        generation = int(status(second, capsys)["generation"])
+        fleet.close()
+        kill(second)
+        kill(first)
+        first.restart()
+        assert int(status(first, capsys)["replaced_by"]) == generation, "though nobody tells it again"
+        with pytest.raises(psclient.ServerUnreachableError, match="a standby serves in this server's place"):
+            psclient.download(first.server, settings=PATIENT.model_copy(update={"connect_seconds": 1.0}))
+
+
+def test_a_primary_whose_standby_was_promoted_beside_it_acknowledges_nothing_more(tmp_path, capsys):
+    with (
+        primary(tmp_path, replicate="ack") as first,
+        standby(tmp_path, first) as second,
+        stepping(either(first, second)) as fleet,
+    ):
+        fleet.go_on(20)
+        assert main(["promote", *second.addresses]) == 3
+        assert "answers: stop it first" in capsys.readouterr().err
+        assert main(["promote", "--force", *second.addresses]) == 0
+        fleet.go_on(40)
+        assert fleet.stop() == counted(second.server)
+        assert int(status(first, capsys)["replaced_by"])
+
+
+def test_without_a_standby_nothing_is_acknowledged_and_all_goes_on_when_it_comes(tmp_path, capsys):
+    with primary(tmp_path, replicate="ack") as first:
+        worker = CountingWorker(first.server, "w")
+        worker.optimizer._run.settings = worker.optimizer._run.settings.model_copy(update={"patience_seconds": 1.0})
+        with pytest.raises(psclient.ServerUnreachableError, match="no standby follows this shard"):
+            worker.step()
+        with standby(tmp_path, first):
+            wait_until(lambda: follows(first, capsys), SECONDS)
+            worker.step()
+        worker.close()
+        assert counted(first.server) == worker.steps
+
+
+def test_a_standby_behind_tells_how_far_and_serves_what_it_has(tmp_path, capsys):
+    with primary(tmp_path) as first, standby(tmp_path, first) as second, stepping(either(first, second)) as fleet:
+        fleet.go_on(40)
+        wait_until(lambda: status(first, capsys)["replication"]["connected"], SECONDS)
+        steps = fleet.stop()
+        wait_until(lambda: follows(first, capsys), SECONDS)
+        found = status(first, capsys)["replication"]
+        assert not found["acknowledged"]
+        assert int(found["behind_versions"]) == 0
+        kill(second)
+        worker = fleet.workers[0]
+        worker.step()
+        found = status(first, capsys)["replication"]
+        assert int(found["behind_versions"]) == 1
+        assert int(found["behind_bytes"]) > 0
+        kill(first)
+        second.restart()
+        assert main(["promote", *second.addresses]) == 0
+        assert counted(second.server) == steps
+
+
+def test_a_standby_that_was_killed_goes_on_where_it_was(tmp_path, capsys):
+    log = tmp_path / "log"
+    with (
+        log.open("w") as stream,
+        primary(tmp_path, snapshot_seconds=1.0) as first,
+        standby(tmp_path, first, log_to=stream, log_level="info") as second,
+        stepping(first.server) as fleet,
+    ):
+        for _ in range(4):
+            fleet.go_on(30)
+            kill(second)
+            fleet.go_on(10)
+            second.restart()
+        steps = fleet.stop()
+        wait_until(lambda: follows(first, capsys), SECONDS)
+        assert log.read_text().count("snapshot received") == 1, "only at first"
+        kill(first)
+        assert main(["promote", *second.addresses]) == 0
+        assert counted(second.server) == steps
+
+
+def test_a_standby_follows_another_model_and_a_restore(tmp_path):
+    with (
+        primary(tmp_path, replicate="ack") as first,
+        standby(tmp_path, first) as second,
+        stepping(either(first, second)) as fleet,
+    ):
+        fleet.go_on(20)
+        with fleet.paused() as before:
+            assert main(["restore", "--version", "10", first.server]) == 0
+        fleet.go_on(20)
+        kill(first)
+        assert main(["promote", *second.addresses]) == 0
+        fleet.go_on(20)
+        assert counted(second.server) == 10 + fleet.stop() - before
