@@ -75,7 +75,11 @@ class Durability:
         self._on_health, self._on_snapshot = on_health, on_snapshot
         if self._settings.data_dir is not None and self._settings.durability != "none":
             self._dir = DataDir(self._settings, self._environment, on_health)
-        self.replication = Replication(self._environment.monotonic, is_required=self._settings.replicate == "ack")
+        self.replication = Replication(
+            self._environment.monotonic,
+            is_required=self._settings.replicate == "ack",
+            waits=self._environment.is_threaded,
+        )
         self.records = RecordLog(self.replication, on_append)
         self.checkpoints = Checkpoints()
         self._snapshotting = threading.Lock()

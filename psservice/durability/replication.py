@@ -44,10 +44,11 @@ class Replication:
     Args:
         is_required: whether answers wait for the standby.
         clock: monotonic seconds.
+        waits: whether answers wait in their threads; else they are refused until the standby has what they tell of.
     """
 
-    def __init__(self, clock: Callable[[], float], *, is_required: bool) -> None:
-        self.is_required, self._clock = is_required, clock
+    def __init__(self, clock: Callable[[], float], *, is_required: bool, waits: bool = True) -> None:
+        self.is_required, self._clock, self._waits = is_required, clock, waits
         self._standby, self._heard_at = "", -math.inf
         self._position, self._version = Position(), 0
         self._answered = _Answered(Position(), 0)
@@ -97,8 +98,8 @@ class Replication:
                 now = self._clock()
                 if not self._is_connected(now):
                     raise self._refusal("no standby follows this shard")
-                if now >= end:
-                    raise self._refusal(f"standby {self._standby!r} has not got what was written {now - end:.0f} s ago")
+                if now >= end or not self._waits:
+                    raise self._refusal(f"standby {self._standby!r} has not got it yet")
                 self._changed.wait(min(1.0, end - now))
 
     def keep_from(self) -> int | None:
