@@ -100,7 +100,11 @@ def _serve_shard(settings: "ServerSettings", health: "SharedHealth | None" = Non
     command = f"serve: shard {settings.shard_index}" if health else "serve"
     try:
         with log_lines.in_thread():
-            if settings.standby_of and not (health and health.is_promoted) and not was_promoted(settings, MACHINE.files):
+            if (
+                settings.standby_of
+                and not (health and health.is_promoted)
+                and not was_promoted(settings, MACHINE.files)
+            ):
                 waiting = StandbyServer(settings, health)
                 if waiting.run(signals) is End.STOPPED:
                     return EXIT_DONE

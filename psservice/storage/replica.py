@@ -245,7 +245,8 @@ class Replica:
     def keep(self, manifest: Manifest, tensors: Mapping[str, TensorCopy]) -> Snapshot | None:
         """Write a snapshot of one's own, and remove older ones and the journal before them.
 
-        Returns ``None`` if the primary has sent another model meanwhile, or a snapshot that is as new. Raises :class:`StorageError`.
+        Returns ``None`` if the primary has sent another model meanwhile, or a snapshot that is as new. Raises
+        :class:`StorageError`.
         """
         try:
             manifest = snapshots.prepare(self.files, self._snapshots, manifest, tensors)

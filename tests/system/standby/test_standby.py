@@ -1,9 +1,5 @@
 """A standby has what its primary has acknowledged, and serves in its place; the primary that comes back does not."""
 
-import os
-import signal
-from pathlib import Path
-
 import pytest
 
 import psclient
@@ -156,10 +152,9 @@ def test_a_standby_follows_another_model_and_a_restore(tmp_path):
         assert counted(second.server) == 10 + fleet.stop() - before
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-def test_a_standby_that_serves_is_started_again_as_a_server(shards, tmp_path):
+def test_a_standby_that_serves_is_started_again_as_a_server(tmp_path):
     with (
-        primary(tmp_path, shards=shards, replicate="ack") as first,
+        primary(tmp_path, replicate="ack") as first,
         standby(tmp_path, first) as second,
         stepping(either(first, second)) as fleet,
     ):
@@ -171,18 +166,3 @@ def test_a_standby_that_serves_is_started_again_as_a_server(shards, tmp_path):
         second.restart()
         fleet.go_on(20)
         assert fleet.stop() == counted(second.server)
-
-
-def test_standbys_of_one_command_serve_once_each_has_a_model(tmp_path, capsys):
-    with primary(tmp_path, shards=2) as first:
-        CountingWorker(first.server, "w").close()
-        (command,) = first.processes
-        _, second_shard = Path(f"/proc/{command.pid}/task/{command.pid}/children").read_text().split()
-        os.kill(int(second_shard), signal.SIGSTOP)
-        try:
-            with standby(tmp_path, first) as second:
-                wait_until(lambda: status(second, capsys)["standby"]["has_model"], SECONDS)
-                assert main(["promote", "--force", *second.addresses]) == 3
-                assert "a standby of another shard of this command has no model yet" in capsys.readouterr().err
-        finally:
-            os.kill(int(second_shard), signal.SIGCONT)
