@@ -28,10 +28,14 @@ class StandbyCalls:
         if request.HasField("successor"):
             return self._hear_of_successor(request)
         held = HeldPart(Position(request.segment, request.offset), bytes(request.mark), request.generation)
-        durability.replication.hear(request.standby, held.position)
-        if not durability.lacks(held) and not call.is_late:
+        durability.replication.hear(request.standby, held)
+
+        def follows() -> bool:
+            return durability.lacks(held)
+
+        if not (call.is_late or durability.must_compare(held) or follows()):
             call.wait_seconds = min(call.wait_seconds, _AGAIN_SECONDS) or _AGAIN_SECONDS
-            raise NotYetError(ErrorCode.BUSY, "nothing follows", lambda: durability.lacks(held), pusher=lambda: RECORDS)
+            raise NotYetError(ErrorCode.BUSY, "nothing follows", follows, pusher=lambda: RECORDS)
         return self._answer(shard, held)
 
     def _hear_of_successor(self, request: pb.ReplicateRequest) -> Iterator[bytes]:
@@ -47,7 +51,10 @@ class StandbyCalls:
         version = shard.model.version if shard.model is not None else 0  # first: the standby has it if it has the rest
         newest = shard.durability.newest_position()
         part = shard.durability.next_part(held)
-        shard.durability.replication.answer(newest, version)
+        replication = shard.durability.replication
+        replication.answer(newest, version)
+        if not isinstance(part, SnapshotPart):
+            replication.compared(held)
         header = self._header(newest, version)
         if isinstance(part, SnapshotPart):
             try:

@@ -150,3 +150,19 @@ def test_a_standby_follows_another_model_and_a_restore(tmp_path):
         assert main(["promote", *second.addresses]) == 0
         fleet.go_on(20)
         assert counted(second.server) == 10 + fleet.stop() - before
+
+
+def test_a_standby_that_serves_is_started_again_as_a_server(tmp_path):
+    with (
+        primary(tmp_path, replicate="ack") as first,
+        standby(tmp_path, first) as second,
+        stepping(either(first, second)) as fleet,
+    ):
+        fleet.go_on(20)
+        kill(first)
+        assert main(["promote", *second.addresses]) == 0
+        fleet.go_on(20)
+        kill(second)
+        second.restart()
+        fleet.go_on(20)
+        assert fleet.stop() == counted(second.server)
