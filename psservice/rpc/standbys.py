@@ -6,8 +6,7 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.awaiting import RECORDS, NotYetError
 from psservice.rpc.calls import Call
-from psservice.shard.join import hear_of_itself
-from psservice.shard.lifecycle import note_histories
+from psservice.shard.join import hear_of_successor
 from psservice.shard.shard import Shard
 from psservice.storage.journal import Position
 from psservice.storage.parts import HeldPart, JournalPart, SnapshotPart
@@ -40,11 +39,8 @@ class StandbyCalls:
 
     def _hear_of_successor(self, request: pb.ReplicateRequest) -> Iterator[bytes]:
         """Learn that a standby serves in this shard's place, and write that down before the answer."""
-        shard = self._shard
-        if shard.model is not None and request.successor.shard_index == shard.settings.shard_index:
-            shard.durability.replication.forget()
-            hear_of_itself(shard, request.successor)
-            note_histories(shard)
+        self._shard.durability.replication.forget()
+        hear_of_successor(self._shard, request.successor)
         yield pb.ReplicateResponse(header=self._header(Position(), 0)).SerializeToString()
 
     def _answer(self, shard: Shard, held: HeldPart) -> Iterator[bytes]:
