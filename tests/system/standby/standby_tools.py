@@ -36,7 +36,12 @@ class CountingWorker:
     def __init__(self, server: str, name: str) -> None:
         self.model = counting_model()
         self.optimizer = psclient.ASGD(
-            self.model.parameters(), lr=1.0, model=self.model, server=server, worker=name, settings=PATIENT
+            self.model.parameters(),
+            lr=1.0,
+            model=self.model,
+            server=server,
+            worker=name,
+            settings=PATIENT,
         )
         self.steps = 0
 
