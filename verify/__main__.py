@@ -30,15 +30,17 @@ from verify.failpoint.full_disk import FullDisk
 from verify.failpoint.kills import Kills
 from verify.feeds import Feeds
 from verify.plan import Plan, Result
+from verify.standbys import Standbys
 from verify.traffic.team import TrainerFailedError
 from verify.training import Training
 
 _KINDS = ((2, "interval", "topk"), (1, "always", "auto"), (1, "interval", "exact"), (2, "always", "exact"))
 _FEWEST_KILLS = 3
 """Of a campaign; with fewer in all there are fewer campaigns."""
-_SCENARIOS = ("kills", "disk", "fsync", "descriptors", "flips", "training", "backups", "feeds")
+_SCENARIOS = ("kills", "disk", "fsync", "descriptors", "flips", "training", "backups", "standbys", "feeds")
 _TRAINING_SHARE, _MOST_TRAINERS = 12, 4  # a trainer costs seconds of a core to start
 _FLIP_WORKERS = 2
+_LOST_SHARE = 4  # of the kills; a disk is lost for each shard, and a standby takes seconds to start
 _FEEDS, _FOLLOWERS = (("octets", 2, 0.5), ("halves", 2, 0.3), ("octets", 1, 0.2)), 4
 """Layouts of feeds, their shards, and their shares of the faults."""
 _NARROWEST = 160
@@ -58,6 +60,8 @@ _NOTES = (
     "readers: what a module or a directory held, at the versions that it claimed, against the reference's, bit for bit",
     "top-k replies: each entry against the reference's model less the replica, bit for bit, and the replica with it",
     "psclient: pushes of all lives against the servers' versions; each replica against the model after the last pull",
+    "lost disks: all shards of a machine at once, with answers that wait for the standby (--replicate ack); pushes are "
+    "counted as for psclient",
     "backups: no push is counted, since those behind a copy or a backup are gone with it; each replica against "
     "the model after the last pull",
     "feeds: what followers held, and what fresh reads of the shards had, against the models that publishers had "
@@ -160,6 +164,11 @@ def _scenarios(
         for down_mode in ("exact", "topk"):
             plan = _plan(options, f"backups, 2 shards, {down_mode}", 2, "interval", 2 * options.rounds, down_mode)
             add(replace(plan, workers=min(options.workers, _MOST_TRAINERS)), Backups)
+    if "standbys" in options.only:
+        for shards in (1, 2):
+            name = f"lost disks, {shards} shard{'s' if shards > 1 else ''}"
+            plan = _plan(options, name, shards, "interval", max(1, options.kills // (_LOST_SHARE * shards)))
+            add(replace(plan, workers=min(options.workers, _MOST_TRAINERS)), Standbys)
     if "feeds" in options.only:
         for layout, shards, share in _FEEDS:
             name = f"feed, {shards} shard{'s' if shards > 1 else ''}, {layout}"

@@ -38,10 +38,10 @@ def find(server: str, security: Security, seconds: float) -> tuple[tuple[str, ..
         DiscoveryError: shards behind the name are missing.
     """
     addresses = expand(server)
-    addresses = tuple(serving(address, security, min(seconds, _QUERY_SECONDS)) for address in addresses)
-    if len(addresses) > 1:
-        return addresses, security
     if not is_service(addresses[0]):
+        addresses = tuple(serving(address, security, min(seconds, _QUERY_SECONDS)) for address in addresses)
+        if len(addresses) > 1:
+            return addresses, security
         return _ask_for_others(addresses[0], security, min(seconds, _QUERY_SECONDS)), security
     service = Service(addresses[0], security)
     result = service.discover(seconds)

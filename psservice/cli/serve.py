@@ -91,6 +91,8 @@ def _serve_shard(settings: "ServerSettings", health: "SharedHealth | None" = Non
     from psservice.process.server import Server, ShardFailedError, StartError
     from psservice.process.signals import SignalThread
     from psservice.process.standby_server import End, StandbyServer
+    from psservice.storage.environment import MACHINE
+    from psservice.storage.replica import was_promoted
 
     signals = SignalThread(_end_a_start)
     if settings.num_shards > 1:
@@ -98,8 +100,11 @@ def _serve_shard(settings: "ServerSettings", health: "SharedHealth | None" = Non
     command = f"serve: shard {settings.shard_index}" if health else "serve"
     try:
         with log_lines.in_thread():
-            primary = settings.standby_of
-            if primary and not (health and health.is_promoted):
+            if (
+                settings.standby_of
+                and not (health and health.is_promoted)
+                and not was_promoted(settings, MACHINE.files)
+            ):
                 waiting = StandbyServer(settings, health)
                 if waiting.run(signals) is End.STOPPED:
                     return EXIT_DONE

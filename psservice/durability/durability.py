@@ -75,7 +75,11 @@ class Durability:
         self._on_health, self._on_snapshot = on_health, on_snapshot
         if self._settings.data_dir is not None and self._settings.durability != "none":
             self._dir = DataDir(self._settings, self._environment, on_health)
-        self.replication = Replication(self._environment.monotonic, is_required=self._settings.replicate == "ack")
+        self.replication = Replication(
+            self._environment.monotonic,
+            is_required=self._settings.replicate == "ack",
+            waits=self._environment.is_threaded,
+        )
         self.records = RecordLog(self.replication, on_append)
         self.checkpoints = Checkpoints()
         self._snapshotting = threading.Lock()
@@ -342,6 +346,10 @@ class Durability:
         end, last = self.records.journal.position, self.last_snapshot
         return last is not None and (held.generation != last.manifest.generation or held.position != end)
 
+    def must_compare(self, held: HeldPart) -> bool:
+        """Tell whether only :meth:`next_part` can tell if a part is of this journal: until then it does not count."""
+        return self.last_snapshot is not None and not self.replication.is_compared(held)
+
     def next_part(self, held: HeldPart) -> JournalPart | SnapshotPart | None:
         """Return what follows behind the part that a standby has; ``None`` if nothing does yet.
 
@@ -525,6 +533,7 @@ class Durability:
 
     def _note(self, snapshot: Snapshot) -> None:
         self.last_snapshot = snapshot
+        self.replication.begin(snapshot.manifest.generation)
         self.checkpoints.taken(snapshot.manifest.checkpoint)
         self._shard.metrics.observe_snapshot(snapshot.manifest.version, snapshot.manifest.created_unix_seconds)
         self._on_snapshot()

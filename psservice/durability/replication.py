@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.storage.journal import Position
+from psservice.storage.parts import HeldPart
 
 _SILENT_SECONDS = 5.0  # after which a standby that asks for nothing counts as gone
 _LONGEST_WAIT_SECONDS = 10.0  # of an answer, for a standby that is there
@@ -44,18 +45,26 @@ class Replication:
     Args:
         is_required: whether answers wait for the standby.
         clock: monotonic seconds.
+        waits: whether answers wait in their threads; else they are refused until the standby has what they tell of.
     """
 
-    def __init__(self, clock: Callable[[], float], *, is_required: bool) -> None:
-        self.is_required, self._clock = is_required, clock
+    def __init__(self, clock: Callable[[], float], *, is_required: bool, waits: bool = True) -> None:
+        self.is_required, self._clock, self._waits = is_required, clock, waits
         self._standby, self._heard_at = "", -math.inf
         self._position, self._version = Position(), 0
+        self._generation, self._mark = 0, b""  # of the newest snapshot; of the segment that was compared
         self._answered = _Answered(Position(), 0)
         self._whole_at = clock()  # when the standby last had everything
         self._changed = threading.Condition()
 
-    def hear(self, standby: str, position: Position) -> None:
-        """Note what a standby has.
+    def begin(self, generation: int) -> None:
+        """Note the generation of the newest snapshot: a standby without one of it has nothing of this model."""
+        with self._changed:
+            if generation != self._generation:
+                self._generation, self._mark, self._position = generation, b"", Position()
+
+    def hear(self, standby: str, held: HeldPart) -> None:
+        """Note what a standby has, which counts once its segment was compared: see :meth:`compared`.
 
         Raises :class:`Rejected` (``BUSY``) if another one follows.
         """
@@ -67,10 +76,30 @@ class Replication:
                     f"standby {self._standby!r} follows this shard already; a shard has one",
                     retry_seconds=_RETRY_SECONDS,
                 )
-            self._standby, self._heard_at, self._position = standby, now, position
-            if position >= self._answered.position:
-                self._version, self._whole_at = self._answered.version, now
-            self._changed.notify_all()
+            self._standby, self._heard_at = standby, now
+            self._count(held.position if self._is_compared(held) else Position())
+
+    def is_compared(self, held: HeldPart) -> bool:
+        """Tell whether a part is known to be of this journal and of its newest model."""
+        with self._changed:
+            return self._is_compared(held)
+
+    def compared(self, held: HeldPart) -> None:
+        """Note that a part is of this journal: the marks of its segment are equal."""
+        with self._changed:
+            if held.generation and held.generation == self._generation:
+                self._mark = held.mark
+                self._count(held.position)
+
+    def _is_compared(self, held: HeldPart) -> bool:
+        has_mark = bool(held.mark) or not held.position.offset
+        return has_mark and (held.mark, held.generation) == (self._mark, self._generation)
+
+    def _count(self, position: Position) -> None:
+        self._position = position
+        if position >= self._answered.position:
+            self._version, self._whole_at = self._answered.version, self._clock()
+        self._changed.notify_all()
 
     def answer(self, newest: Position, version: int) -> None:
         """Note what is newest while a standby is answered; its next request tells whether it has that."""
@@ -97,8 +126,8 @@ class Replication:
                 now = self._clock()
                 if not self._is_connected(now):
                     raise self._refusal("no standby follows this shard")
-                if now >= end:
-                    raise self._refusal(f"standby {self._standby!r} has not got what was written {now - end:.0f} s ago")
+                if now >= end or not self._waits:
+                    raise self._refusal(f"standby {self._standby!r} has not got it yet")
                 self._changed.wait(min(1.0, end - now))
 
     def keep_from(self) -> int | None:

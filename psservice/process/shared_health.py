@@ -2,7 +2,7 @@
 
 import mmap
 
-_STARTED, _SERVES, _BROKEN, _COUNTS_ALL = 1, 2, 4, 8
+_STARTED, _SERVES, _BROKEN, _COUNTS_ALL, _HAS_MODEL = 1, 2, 4, 8, 16
 
 
 class SharedHealth:
@@ -23,6 +23,15 @@ class SharedHealth:
     def is_promoted(self) -> bool:
         """Whether the standbys are to serve."""
         return bool(self._states[self._shards])
+
+    def note_has_model(self, shard: int) -> None:
+        """Note that this shard's standby has a model that it could serve."""
+        self._states[shard] |= _HAS_MODEL
+
+    @property
+    def all_have_models(self) -> bool:
+        """Whether every shard's standby has one: they serve together, or the model would lack a part."""
+        return all(state & _HAS_MODEL for state in self._states[: self._shards])
 
     def note(self, shard: int, *, has_started: bool, serves: bool, is_broken: bool) -> None:
         """Note whether a shard's server has started, serves, and asks for a restart; all false without a process."""

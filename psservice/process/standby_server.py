@@ -13,6 +13,7 @@ from enum import Enum
 import grpc.aio
 
 from pscore.version import __version__
+from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.observability.metrics import Metrics
 from psservice.process.ready import tell_ready
@@ -136,8 +137,19 @@ class StandbyServer:
 
     def _promote(self, force: bool) -> pb.PromoteResponse:
         self._following.require_promotable(force=force)
+        self._note_model()
+        if not self._shared_health.all_have_models:
+            raise Rejected(
+                ErrorCode.BAD_REQUEST,
+                "a standby of another shard of this command has no model yet, and all serve together: see psservice "
+                "status of each",
+            )
         self._shared_health.promote()
         return pb.PromoteResponse(behind_bytes=self._following.status().behind_bytes)
+
+    def _note_model(self) -> None:
+        if self._following.has_model:
+            self._shared_health.note_has_model(self._place)
 
     # The snapshots of its own
 
@@ -182,9 +194,17 @@ class StandbyServer:
         self._closing.set()
         self._segments.set()
         compacting.join()
+        if end is End.PROMOTED:
+            self._note_promoted()
         self._replica.close()
         self._close_ports()
         return end
+
+    def _note_promoted(self) -> None:
+        try:
+            self._replica.note_promoted()
+        except StorageError as error:
+            log.error("a later start would stand by again, and be refused", extra={"error": str(error)})
 
     def _await_end(self) -> End:
         parent = self.settings.parent_pid
@@ -195,7 +215,9 @@ class StandbyServer:
                 pass
             if parent is not None and os.getppid() != parent:
                 return End.STOPPED
-            if self._following.is_due() and not self._shared_health.is_promoted:
+            self._note_model()
+            is_due = self._following.is_due() and self._shared_health.all_have_models
+            if is_due and not self._shared_health.is_promoted:
                 log.warning(
                     "the primary is lost, and the standby has all that was acknowledged: it serves from now on",
                     extra={"lost_seconds": round(self._following.lost_seconds, 1)},

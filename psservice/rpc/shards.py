@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 LONGEST_SECONDS = 30.0
 """How long shard 0 holds an answer."""
 
+_START_SECONDS = 10.0  # of shard 0 of the same command
 _FIND_SECONDS = 3.0  # for the servers that may be shard 0 to tell which serves
 _ANSWER_SECONDS = 10.0  # beyond that, before shard 0 is taken for away
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 5.0
@@ -121,6 +122,7 @@ class Follower:
         self._closing, self._has_more = threading.Event(), threading.Event()
         self._call: Any = None
         self._complained = 0.0
+        self._began, self._has_followed = shard.environment.monotonic(), False
         self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
         self._thread.start()
 
@@ -153,6 +155,7 @@ class Follower:
                         if answer is None:
                             continue
                         follow(self._shard, answer.news)
+                        self._has_followed = True
                         known, pause = answer.fingerprint, _SHORTEST_PAUSE_SECONDS
                         self._shard.metrics.follows_coordinator.set(1)
             except (grpc.RpcError, grpc.FutureCancelledError, ChannelError, Rejected) as error:
@@ -183,12 +186,19 @@ class Follower:
             return None
         return answer
 
+    def _is_starting(self) -> bool:
+        """Tell whether shard 0 of the same command may still be on its way."""
+        age = self._shard.environment.monotonic() - self._began
+        return self._shard.settings.coordinator_is_here and not self._has_followed and age < _START_SECONDS
+
     def _complain(self, error: Exception) -> None:
         """Log at the first failure, and then once a minute; not that shard 0 stops in order, as this one does next."""
         if self._closing.is_set():
             return
         if isinstance(error, grpc.RpcError) and details_of(error).reason is ErrorCode.DRAINING:
             return  # if shard 0 stays away, the next attempt finds that out
+        if self._is_starting():
+            return
         address = self._shard.settings.coordinator
         why = explain(error, address) if isinstance(error, grpc.RpcError) else str(error)
         now = self._shard.environment.monotonic()

@@ -6,8 +6,7 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.awaiting import RECORDS, NotYetError
 from psservice.rpc.calls import Call
-from psservice.shard.join import hear_of_itself
-from psservice.shard.lifecycle import note_histories
+from psservice.shard.join import hear_of_successor
 from psservice.shard.shard import Shard
 from psservice.storage.journal import Position
 from psservice.storage.parts import HeldPart, JournalPart, SnapshotPart
@@ -28,26 +27,30 @@ class StandbyCalls:
         if request.HasField("successor"):
             return self._hear_of_successor(request)
         held = HeldPart(Position(request.segment, request.offset), bytes(request.mark), request.generation)
-        durability.replication.hear(request.standby, held.position)
-        if not durability.lacks(held) and not call.is_late:
+        durability.replication.hear(request.standby, held)
+
+        def follows() -> bool:
+            return durability.lacks(held)
+
+        if not (call.is_late or durability.must_compare(held) or follows()):
             call.wait_seconds = min(call.wait_seconds, _AGAIN_SECONDS) or _AGAIN_SECONDS
-            raise NotYetError(ErrorCode.BUSY, "nothing follows", lambda: durability.lacks(held), pusher=lambda: RECORDS)
+            raise NotYetError(ErrorCode.BUSY, "nothing follows", follows, pusher=lambda: RECORDS)
         return self._answer(shard, held)
 
     def _hear_of_successor(self, request: pb.ReplicateRequest) -> Iterator[bytes]:
         """Learn that a standby serves in this shard's place, and write that down before the answer."""
-        shard = self._shard
-        if shard.model is not None and request.successor.shard_index == shard.settings.shard_index:
-            shard.durability.replication.forget()
-            hear_of_itself(shard, request.successor)
-            note_histories(shard)
+        self._shard.durability.replication.forget()
+        hear_of_successor(self._shard, request.successor)
         yield pb.ReplicateResponse(header=self._header(Position(), 0)).SerializeToString()
 
     def _answer(self, shard: Shard, held: HeldPart) -> Iterator[bytes]:
         version = shard.model.version if shard.model is not None else 0  # first: the standby has it if it has the rest
         newest = shard.durability.newest_position()
         part = shard.durability.next_part(held)
-        shard.durability.replication.answer(newest, version)
+        replication = shard.durability.replication
+        replication.answer(newest, version)
+        if not isinstance(part, SnapshotPart):
+            replication.compared(held)
         header = self._header(newest, version)
         if isinstance(part, SnapshotPart):
             try:

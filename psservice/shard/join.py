@@ -129,7 +129,7 @@ def hear_of_shards(shard: Shard, told: Iterable[pb.ShardHistory]) -> None:
         if model is None or index >= settings.num_shards:
             continue
         if index == settings.shard_index:
-            lost = hear_of_itself(shard, history)
+            lost = shard.state.histories.hear_of_itself(history, model.generation, model.version)
             what = "this shard's disk was taken back: workers have seen versions that it does not have. Begin"
         else:
             lost = shard.state.histories.hear(history)
@@ -139,22 +139,19 @@ def hear_of_shards(shard: Shard, told: Iterable[pb.ShardHistory]) -> None:
             log.warning(f"{what} a new history at a checkpoint of all shards, with psservice restore", extra=extra)
 
 
-def hear_of_itself(shard: Shard, history: pb.ShardHistory) -> int:
-    """Note what somebody has seen of this shard; return the versions that it has lost.
-
-    If a standby has taken the shard's place, that is written down at once.
-    """
-    model = shard.require_model(None)
+def hear_of_successor(shard: Shard, history: pb.ShardHistory) -> None:
+    """Note that a standby serves in this shard's place, and write that down, if its history goes on from this one."""
+    if shard.model is None or history.shard_index != shard.settings.shard_index:
+        return
     was_replaced = shard.replaced_by
-    lost = shard.state.histories.hear_of_itself(history, model.generation, model.version)
+    shard.state.histories.hear_of_successor(history)
+    note_histories(shard)
     if shard.replaced_by and not was_replaced:
-        note_histories(shard)
         log.error(
             "a standby serves in this server's place: nothing is served here any more; stop this server",
             extra={"generation": shard.replaced_by},
         )
         shard.leases.waiters.wake(everyone=True)
-    return lost
 
 
 def leave(shard: Shard, identity: Identity) -> None:

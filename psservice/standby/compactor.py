@@ -57,8 +57,9 @@ class Compactor:
         return True
 
     def _is_replaced(self, newest: Snapshot) -> bool:
-        """Tell whether the primary has sent another snapshot since."""
-        return self._begun_with is None or newest.path != self._begun_with.path
+        """Tell whether the primary has sent another snapshot since: two may have the same segment and version."""
+        begun = self._begun_with
+        return begun is None or (newest.path, newest.manifest.generation) != (begun.path, begun.manifest.generation)
 
     def _begin(self) -> None:
         """Begin with the newest snapshot."""

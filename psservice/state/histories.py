@@ -35,14 +35,8 @@ class Histories:
     def hear_of_itself(self, told: pb.ShardHistory, generation: int, version: int) -> int:
         """Compare the shard with what somebody has pulled of it; return the versions that it lacks of this history.
 
-        It lacks some if its disk was taken back and the start could not notice, as from an image of the volume. A
-        history that has begun with this one is that of a standby that has taken the shard's place.
+        It lacks some if its disk was taken back and the start could not notice, as from an image of the volume.
         """
-        if any(origin.generation == generation for origin in told.origins):
-            with self._lock:
-                if self._newest(told.shard_index) != told:
-                    self._heard[told.shard_index] = told
-            return 0
         lost = max(0, told.version - version) if told.generation == generation else 0
         with self._lock:
             known = self._newest(told.shard_index)
@@ -51,11 +45,18 @@ class Histories:
             self._heard[told.shard_index] = _with_losses(told, lost)
         return lost
 
+    def hear_of_successor(self, told: pb.ShardHistory) -> None:
+        """Note the history of a standby that has taken this shard's place, as that one tells, which is an admin."""
+        with self._lock:
+            if self._newest(told.shard_index) != told:
+                self._heard[told.shard_index] = told
+
     def successor(self, index: int, generation: int) -> int:
         """Return the generation of a history that was told of shard ``index``, and has begun with ``generation``."""
         told = self._newest(index)
-        has_begun = told is not None and any(origin.generation == generation for origin in told.origins)
-        return told.generation if told is not None and has_begun else 0
+        if told is None or told.generation == generation:
+            return 0
+        return told.generation if any(origin.generation == generation for origin in told.origins) else 0
 
     def hear(self, told: pb.ShardHistory) -> int:
         """Note what a worker has pulled of another shard; return how many known versions that shard has lost."""

@@ -17,19 +17,31 @@ from psservice.model.copies import TensorCopy
 from psservice.settings import ServerSettings
 from psservice.storage import snapshots
 from psservice.storage.environment import Environment
-from psservice.storage.files import OpenFile, StorageError, discard
+from psservice.storage.files import Files, OpenFile, StorageError, discard
 from psservice.storage.journal import Position, SegmentReader, segment_numbers, segment_path
 from psservice.storage.journal_format import HEAD_BYTES, read_mark
 from psservice.storage.lock_file import STANDBY, LockFile, Watermark
 from psservice.storage.manifest import MANIFEST_NAME, TENSORS_NAME, FileSeal, Manifest
 from psservice.storage.parts import HeldPart
+from psservice.storage.record_ends import RecordEnds
 from psservice.storage.snapshots import Snapshot
 
 log = logging.getLogger(__name__)
 
 LARGEST_MANIFEST_BYTES = 1 << 30
 
+PROMOTED_NAME = "promoted"
+"""Of the empty file in the directory of a shard whose standby was to serve: the next start is that of a server."""
+
 _RECEIVED = ".received.tmp"
+
+
+def was_promoted(settings: ServerSettings, files: Files) -> bool:
+    """Tell whether this standby, or one of another shard of its command, was to serve before the command ended."""
+    assert settings.data_dir is not None
+    shards = range(settings.shards) if settings.shards > 1 else [settings.shard_index]
+    directories = [settings.data_dir / f"shard-{index}-of-{settings.num_shards}" for index in shards]
+    return any(PROMOTED_NAME in files.list(directory) for directory in directories)
 
 
 class Replica:
@@ -47,6 +59,7 @@ class Replica:
         self._changing = threading.Lock()  # which snapshots and segments there are
         self._file: OpenFile | None = None
         self._position, self._durable, self._mark = Position(), 0, b""
+        self._ends = RecordEnds()
         self._lock_file = LockFile(self.path, self.files)
         try:
             self._begin()
@@ -71,23 +84,26 @@ class Replica:
         begun = replace(before or Watermark(), boot_id=self.files.boot_id(), fsync=STANDBY, clean=False)
         self._lock_file.begin(begun)
         self.newest = kept[-1] if kept else None
-        if numbers := segment_numbers(self.files, self._journals):
-            self._open_end(numbers[-1])
+        for number in reversed(segment_numbers(self.files, self._journals)):
+            if self._open_end(number):
+                break
 
-    def _open_end(self, number: int) -> None:
-        """Go on behind the last whole record of the newest segment."""
+    def _open_end(self, number: int) -> bool:
+        """Go on behind the last whole record of a segment; false if it has not got its head, and is removed."""
         path = segment_path(self._journals, number)
         reader = SegmentReader(path, self.files)
         for _ in reader.records():
             pass
         if not reader.valid_bytes:
             self.files.remove(path)
-            return
+            return False
         self.files.cut(path, reader.valid_bytes)
         with self.files.open(path) as file:
             self._mark = read_mark(path, file.read(HEAD_BYTES)) or b""
         self._file = self.files.open_end(path)
         self._position, self._durable = Position(number, reader.valid_bytes), 0
+        self._ends = RecordEnds(reader.valid_bytes)
+        return True
 
     @property
     def held(self) -> HeldPart:
@@ -115,12 +131,12 @@ class Replica:
                 self._open_segment(begin.segment, data)
             assert self._file is not None
             self._file.append([data])
-            self._position = Position(begin.segment, begin.offset + len(data))
             if self._settings.fsync == "always":
                 self._file.sync()
-                self._durable = self._position.offset
-            appended, durable = self._position.offset, self._durable
-            self._lock_file.note(segment=begin.segment, appended=appended, durable=durable)
+                self._durable = begin.offset + len(data)
+            self._position = Position(begin.segment, begin.offset + len(data))
+            self._ends.take(begin.offset, data)
+            self._note_end()
         except OSError as error:
             self._cut()
             raise StorageError(f"cannot write to {self._journals}: {error.strerror or error}") from error
@@ -137,6 +153,7 @@ class Replica:
             if self._file is not None:
                 self._file.close()
             self._file, self._mark, self._position, self._durable = file, mark, Position(number, 0), 0
+            self._ends = RecordEnds()
             if self._settings.fsync != "never":
                 self.files.sync(self._journals)
 
@@ -159,7 +176,13 @@ class Replica:
         if self._file is not None and self._settings.fsync != "never" and self._durable < self._position.offset:
             self._file.sync()
             self._durable = self._position.offset
-            self._lock_file.note(durable=self._durable)
+            self._note_end()
+
+    def _note_end(self, **changes: int) -> None:
+        """Write down how far the journal is here, in whole records: nobody has acknowledged a part of one."""
+        whole = self._ends.whole
+        durable = min(whole, self._durable)
+        self._lock_file.note(segment=self._position.segment, appended=whole, durable=durable, **changes)
 
     def take_snapshot(
         self, manifest_bytes: int, tensors_bytes: int, data: Iterable[bytes], *, begin: Position, continues: bool
@@ -212,24 +235,24 @@ class Replica:
             if self._file is not None:
                 self._file.close()
             self._file, self._position, self._mark, self._durable = None, Position(), b"", 0
+            self._ends = RecordEnds()
             for number in segment_numbers(self.files, self._journals):
                 self.files.remove(segment_path(self._journals, number))
-        changes = {"snapshot": manifest.segment, "generation": manifest.generation}
-        segment, appended = self._position
-        self._lock_file.note(**changes, segment=segment, appended=appended, durable=self._durable)
+        self._note_end(snapshot=manifest.segment, generation=manifest.generation)
         self.newest = Snapshot(path, manifest, self.files)
         return self.newest
 
     def keep(self, manifest: Manifest, tensors: Mapping[str, TensorCopy]) -> Snapshot | None:
         """Write a snapshot of one's own, and remove older ones and the journal before them.
 
-        Returns ``None`` if another model has come meanwhile. Raises :class:`StorageError`.
+        Returns ``None`` if the primary has sent another model meanwhile, or a snapshot that is as new. Raises
+        :class:`StorageError`.
         """
         try:
             manifest = snapshots.prepare(self.files, self._snapshots, manifest, tensors)
             with self._changing:
                 newest = self.newest
-                if newest is None or newest.manifest.generation != manifest.generation:
+                if newest is None or not _is_behind(manifest, newest.manifest):
                     snapshots.abandon(self.files, self._snapshots, manifest)
                     return None
                 snapshot = snapshots.commit(self.files, self._snapshots, manifest)
@@ -248,6 +271,14 @@ class Replica:
         """Return a reader of a segment."""
         return SegmentReader(segment_path(self._journals, segment), self.files)
 
+    def note_promoted(self) -> None:
+        """Write down that a server serves from here from now on; raises :class:`StorageError`."""
+        try:
+            self.files.write(self.path / PROMOTED_NAME, b"")
+            self.files.sync(self.path)
+        except OSError as error:
+            raise StorageError(f"cannot write to {self.path}: {error.strerror or error}") from error
+
     def close(self) -> None:
         """Force what is here to the disk, and free the directory."""
         try:
@@ -257,6 +288,11 @@ class Replica:
         if self._file is not None:
             self._file.close()
         self._lock_file.close()
+
+
+def _is_behind(manifest: Manifest, newest: Manifest) -> bool:
+    """Tell whether a snapshot goes on from the newest one."""
+    return manifest.generation == newest.generation and manifest.segment > newest.segment
 
 
 class _Pieces:

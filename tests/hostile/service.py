@@ -30,6 +30,7 @@ from psservice.rpc.calls import RULES, Call, check, handlers_of
 from psservice.rpc.operators import OperatorCalls
 from psservice.rpc.readers import ReaderCalls
 from psservice.rpc.shards import ShardCalls
+from psservice.rpc.standbys import StandbyCalls
 from psservice.rpc.workers import WorkerCalls
 from psservice.settings import ServerSettings
 from psservice.shard.lifecycle import open_shard
@@ -109,7 +110,8 @@ class Service:
         values = {"lease_seconds": 3600.0, "run_id": "fuzz", **settings}
         self.engine = open_shard(ServerSettings.model_validate(values), torch.device("cpu"), Metrics())
         operators = OperatorCalls(self.engine, lambda: 0, lambda: None, lambda: None)
-        calls = (WorkerCalls(self.engine), ReaderCalls(self.engine), ShardCalls(self.engine), operators)
+        shard = self.engine
+        calls = (WorkerCalls(shard), ReaderCalls(shard), ShardCalls(shard), StandbyCalls(shard), operators)
         self.handlers = {rpc: handler for each in calls for rpc, handler in handlers_of(each).items()}
         self.identity = pb.WorkerIdentity(run_id="fuzz", worker_id="anna", incarnation="1")
         self.step = 0

@@ -1,6 +1,7 @@
 """The shards of a run: each a process with a disk of its own, which may die at any write and is started again."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from psservice.rpc.dispatcher import Dispatcher
 from psservice.rpc.operators import OperatorCalls
 from psservice.rpc.readers import ReaderCalls
 from psservice.rpc.shards import ShardCalls, question_of
+from psservice.rpc.standbys import StandbyCalls
 from psservice.rpc.workers import WorkerCalls
 from psservice.settings import ServerSettings
 from psservice.shard.following import follow
@@ -22,6 +24,7 @@ from psservice.storage.environment import Environment
 from psservice.storage.files import StorageError
 from tests.psservice.durability.memory_disk import Crash, MemoryDisk
 from tests.simulator.network import CutError, Link, RefusedError
+from tests.simulator.standby import Standby
 from tests.simulator.witness import require
 
 METRICS = Metrics()
@@ -34,6 +37,10 @@ class HostDisk(MemoryDisk):
     def __init__(self, random, on_death):
         super().__init__(random)
         self._on_death, self.failing_syncs = on_death, 0
+
+    def dies_with(self, on_death):
+        """Tell somebody else from now on when the process dies."""
+        self._on_death = on_death
 
     def step(self, call):
         try:
@@ -75,7 +82,7 @@ class Host:
         )
         self.links, self.tasks, self.is_up = set(), [], False
         self._follows, self._parted_until = None, 0.0
-        self.shard = self.service = None
+        self.shard = self.service = self.standby = None
 
     @property
     def peers(self):
@@ -112,7 +119,7 @@ class Host:
 
         shard.durability.records.append = watched
         operators = OperatorCalls(shard, lambda: self.dispatcher.queued, lambda: None, lambda: None)
-        calls = (WorkerCalls(shard), ReaderCalls(shard), ShardCalls(shard), operators)
+        calls = (WorkerCalls(shard), ReaderCalls(shard), ShardCalls(shard), StandbyCalls(shard), operators)
         handlers = {rpc: handler for each in calls for rpc, handler in handlers_of(each).items()}
         self.dispatcher = Dispatcher(handlers, Authenticator(None, None), shard)
         self.service, self.is_up = self.dispatcher.service, True
@@ -134,6 +141,22 @@ class Host:
             link.cut()
         self.disk.dead, self.disk.full_share, self.disk.failing_syncs = True, 0.0, 0
         self.simulation.start_task(self._start_again(power_cut, seconds))
+
+    def stand_by(self):
+        """Begin a standby on a new disk."""
+        self.standby = Standby(self, HostDisk)
+
+    def lose(self, *, seconds):
+        """Let the host burn; its standby serves in its place after so many seconds, and another one stands by."""
+        self.simulation.note(f"the host of shard {self.index} burns")
+        standby = self.standby
+        standby.end()
+        self.disk.dead = True
+        self.disk = standby.disk
+        self.disk.dies_with(self._dies)
+        self.environment = replace(self.environment, files=self.disk)
+        self.kill(seconds=seconds)
+        self.stand_by()
 
     def part(self, *, seconds):
         """Let shard 0 be out of this shard's reach for so many seconds."""

@@ -13,7 +13,14 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.simulator.network import CutError, Link, RefusedError
 from tests.simulator.witness import bits, floats, require
 
-AGAIN = (ErrorCode.BUSY, ErrorCode.NOT_INITIALISED, ErrorCode.NO_SUCH_CUT, ErrorCode.DRAINING, ErrorCode.NOT_DURABLE)
+AGAIN = (
+    ErrorCode.BUSY,
+    ErrorCode.NOT_INITIALISED,
+    ErrorCode.NO_SUCH_CUT,
+    ErrorCode.DRAINING,
+    ErrorCode.NOT_DURABLE,
+    ErrorCode.NO_STANDBY,
+)
 WAIT_SECONDS = 5.0
 LONGEST_NAP_SECONDS = 10.0
 

@@ -80,7 +80,7 @@ class RelayHost(Host):
 
     def __init__(self, simulation, index):
         super().__init__(simulation, index, SourceWitness(simulation.hosts[index]))
-        self.settings = self.settings.model_copy(update={"relay_of": "source:1"})
+        self.settings = self.settings.model_copy(update={"relay_of": "source:1", "replicate": "behind"})
 
     @property
     def peers(self):

@@ -38,6 +38,7 @@ NAMES = ("anna", "bert", "cleo")
 READERS, RELAY_READER, LATE_READER = ("rita", "rolf"), "rosa", "ruth"
 LONGEST_LATENESS_SECONDS = 120.0  # of a reader's first cut of a relay whose source is away
 RELAY_SHARE = 0.3  # of the histories, in which a relay follows
+STANDBY_SHARE = 0.3  # of the histories, in which each shard has a standby, and hosts burn
 LONGEST_SECONDS = 3600.0  # of virtual time, which nothing but a wait without an end reaches
 LONGEST_PARTING_SECONDS = 25.0  # longer than a lease
 METHODS = {
@@ -76,7 +77,11 @@ class Simulation:
         self.start = self._grid(LAYOUT.size)
         self.entries = [{} for _ in self.spans]  # of each push, by shard, identity and step
         self.hosts, self.relays, self.source_is_away, self.line = [], [], False, None
+        self.lost_disks = 0
         # Not with WAGMA, whose versions do not name values.
+        self.has_standby = random.Random(f"standby {seed}").random() < STANDBY_SHARE
+        if self.has_standby:
+            self.server_options["replicate"] = "ack"
         self.has_relay = not self.in_groups and random.Random(f"relay {seed}").random() < RELAY_SHARE
 
     def _grid(self, count):
@@ -133,6 +138,10 @@ class Simulation:
             self.hosts.append(Host(self, index, witness))
         for host in self.hosts:
             host.start()
+        if self.has_standby:
+            for host in self.hosts:
+                host.stand_by()
+            self.start_task(self._burn_hosts(random.Random(f"burning {self.seed}")))
         if self.has_relay:
             self.relays = [RelayHost(self, index) for index in range(self.num_shards)]
             for relay in self.relays:
@@ -222,6 +231,18 @@ class Simulation:
             if host.is_up:
                 await what(host)
         self.is_rough, self.cut_share = False, 0.0
+
+    async def _burn_hosts(self, draw):
+        """Let hosts burn, disk and all, and their standbys serve."""
+        for _ in range(draw.randint(1, 3)):
+            await asyncio.sleep(8 * draw.random())
+            host = draw.choice(self.hosts)
+            while not self.is_over and not (host.is_up and host.standby.has_everything_told):
+                await asyncio.sleep(0.1 + draw.random() / 5)
+            if self.is_over:
+                return
+            host.lose(seconds=2 * draw.random())
+            self.lost_disks += 1
 
     async def _leave_relay_alone(self, draw):
         """Let the relay's shards die one after another while the source is away: a new reader gets a cut."""
@@ -336,10 +357,14 @@ class Simulation:
 
 
 def simulate(first, count, method=None):
-    """Simulate histories, from the first seed on, of one method if it is named."""
+    """Simulate histories, from the first seed on, of one method if it is named; return how many disks were lost."""
     logging.disable(logging.CRITICAL)
+    lost_disks = 0
     try:
         for seed in range(first, first + count):
-            Simulation(seed, method).run()
+            simulation = Simulation(seed, method)
+            simulation.run()
+            lost_disks += simulation.lost_disks
+        return lost_disks
     finally:
         logging.disable(logging.NOTSET)

@@ -4,6 +4,7 @@ Three workers train on one to three shards: asynchronously, with SSP, in rounds,
 rounds of those who are fast enough, or with WAGMA. Or a publisher publishes the versions of a feed. In some a relay
 follows, which dies and is cut off as the others are; it has what its source had, and nothing else, and whenever it dies
 while its source is away, new readers get a cut of it.
+In some each shard has a standby, hosts burn with their disks, and the standbys serve.
 Processes die at any write, lose power, find no room, cannot sync; connections break at any message; operators take
 snapshots and go back. Every push that was answered is in the parameters exactly once, bit for bit; every reply has what
 its version had; every cut of a feed is one publication; and nobody waits for ever. SIMULATOR_HISTORIES and
@@ -20,6 +21,7 @@ from pscore.model.sparse_slice import SparseSlice
 from psservice.cuts import cuts
 from psservice.cuts.stamps import Stamps
 from psservice.cuts.tracks import Tracks
+from psservice.durability.replication import Replication
 from psservice.feed.feed_shard import FeedShard
 from psservice.feed.relayed_shard import RelayedShard
 from psservice.feed.relaying import Relaying
@@ -43,10 +45,10 @@ SECONDS = 600  # of a busy machine
 @pytest.mark.timeout(SECONDS)
 def test_every_promise_is_kept_in_every_history(capsys):
     began = time.monotonic()
-    simulate(FIRST_SEED, HISTORIES)
+    lost_disks = simulate(FIRST_SEED, HISTORIES)
     rate = 60 * HISTORIES / (time.monotonic() - began)
     with capsys.disabled():
-        print(f" {HISTORIES} histories, {rate:.0f} a minute ", end="")
+        print(f" {HISTORIES} histories, {rate:.0f} a minute, {lost_disks} lost disks ", end="")
 
 
 @pytest.mark.timeout(SECONDS)
@@ -73,6 +75,14 @@ def test_every_promise_is_kept_in_every_history(capsys):
 )
 def test_a_shard_that_breaks_a_promise_is_found_out(where, call, broken, monkeypatch):
     monkeypatch.setattr(where, call, broken)
+    with pytest.raises(BrokenPromiseError):
+        simulate(0, FOUND_WITHIN)
+
+
+@pytest.mark.timeout(SECONDS)
+def test_answers_that_do_not_wait_for_the_standby_are_found_out(monkeypatch):
+    monkeypatch.setattr(Replication, "wait", lambda *_: None)
+    monkeypatch.setattr(simulation, "STANDBY_SHARE", 1.0)
     with pytest.raises(BrokenPromiseError):
         simulate(0, FOUND_WITHIN)
 

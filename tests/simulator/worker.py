@@ -16,7 +16,14 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.simulator.network import CutError, Link, RefusedError
 from tests.simulator.witness import bits, floats, require
 
-AGAIN = (ErrorCode.BUSY, ErrorCode.NOT_DURABLE, ErrorCode.TOO_FAR_AHEAD, ErrorCode.ROUND_OPEN, ErrorCode.DRAINING)
+AGAIN = (
+    ErrorCode.BUSY,
+    ErrorCode.NOT_DURABLE,
+    ErrorCode.NO_STANDBY,
+    ErrorCode.TOO_FAR_AHEAD,
+    ErrorCode.ROUND_OPEN,
+    ErrorCode.DRAINING,
+)
 JOIN_FIRST = (ErrorCode.LEASE_EXPIRED, ErrorCode.NOT_INITIALISED, ErrorCode.RUN_MISMATCH)
 PULL_FIRST = (ErrorCode.STALE_GENERATION, ErrorCode.VERSION_IN_FUTURE, ErrorCode.TOO_STALE)
 WAIT_SECONDS = 5.0

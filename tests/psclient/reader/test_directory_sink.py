@@ -176,7 +176,7 @@ def test_a_disk_that_refuses_leaves_the_version_before(tmp_path, monkeypatch, fa
         raise OSError(28, "No space left on device")
 
     staged = staged_difference(sink, 2, before, after, buffers_of(2))
-    module = {"copyfile": shutil, "replace": os}.get(failure, modelfile)
+    module = {"copyfile": shutil, "replace": os, "sync": directory_sink}.get(failure, modelfile)
     with monkeypatch.context() as patch:
         patch.setattr(module, failure, refuse)
         with pytest.raises(OSError, match="No space"):

@@ -33,3 +33,16 @@ def test_a_forked_process_writes_what_its_parent_reads():
         os._exit(0)
     os.waitpid(pid, 0)
     assert (health.has_started(0), health.has_started(1)) == (False, True)
+
+
+def test_standbys_serve_together_once_each_has_a_model():
+    health = SharedHealth(2)
+    health.note(0, has_started=True, serves=False, is_broken=False)
+    health.note(1, has_started=True, serves=False, is_broken=False)
+    health.note_has_model(0)
+    assert not health.all_have_models
+    health.note_has_model(1)
+    health.note_counts_all(1)
+    assert health.all_have_models
+    health.note(1, has_started=False, serves=False, is_broken=False)
+    assert not health.all_have_models, "its process has ended"

@@ -73,3 +73,19 @@ def test_the_newest_origins_are_kept():
     for version in range(2 * MOST_ORIGINS):
         histories.branch(OLD, version, "")
     assert [each.version for each in histories.origins] == [*range(MOST_ORIGINS, 2 * MOST_ORIGINS)]
+
+
+def test_a_successor_is_a_history_that_has_begun_with_the_shards_own_and_no_worker_tells_of_one():
+    begun = history(NEW, 9)
+    begun.origins.add(generation=OLD, version=5)
+    histories = Histories()
+    assert histories.hear_of_itself(begun, OLD, 5) == 0
+    assert not histories.successor(begun.shard_index, OLD), "told by a worker"
+    histories.hear_of_successor(begun)
+    assert histories.successor(begun.shard_index, OLD) == NEW
+    assert not histories.successor(begun.shard_index, NEW)
+    made_up = history(OLD, 9)
+    made_up.origins.add(generation=OLD, version=1)
+    others = Histories()
+    assert others.hear_of_itself(made_up, OLD, 5) == 4
+    assert not others.successor(made_up.shard_index, OLD)

@@ -68,7 +68,7 @@ def test_a_certificate_decides_who_does_what(shards, files, tmp_path, capsys):
     with LocalServer(shards, **files) as server:
         worker = caller(tmp_path, dns("w0.workers.example.org"))
         assert train(server, worker) == 2
-        for words in (["finish"], ["drain"], ["evict", "w"], ["snapshot"], ["restore", "--version", "1"]):
+        for words in (["finish"], ["drain"], ["evict", "w"], ["checkpoint", "create"], ["restore", "--version", "1"]):
             allowed = words == ["finish"]  # a worker may end its run
             if not allowed:
                 assert operate(server, worker, *words) == 3, words

@@ -98,7 +98,7 @@ def test_a_relay_and_its_readers_are_known_by_their_certificates(authorities, tm
     def shows(name):
         return write(authority, tmp_path, name, dns(name))
 
-    relays = {setting.replace("tls", "relay"): path for setting, path in shows("a-relay").items()}
+    relays = {setting.replace("tls", "source"): path for setting, path in shows("a-relay").items()}
     tensors, log = odd_tensors(), tmp_path / "log"
     with (
         LocalServer(shards=2, cut_seconds=0.02, **asks) as source,

@@ -36,7 +36,12 @@ class CountingWorker:
     def __init__(self, server: str, name: str) -> None:
         self.model = counting_model()
         self.optimizer = psclient.ASGD(
-            self.model.parameters(), lr=1.0, model=self.model, server=server, worker=name, settings=PATIENT
+            self.model.parameters(),
+            lr=1.0,
+            model=self.model,
+            server=server,
+            worker=name,
+            settings=PATIENT,
         )
         self.steps = 0
 
@@ -105,11 +110,13 @@ class Fleet:
         self._may_step.set()
 
     def stop(self) -> int:
-        """Stop stepping, and return how many pushes were acknowledged."""
+        """Stop stepping, push what a refusal has left in a residual, and return the steps, each of which counts now."""
         self._stopping.set()
         for thread in self._threads:
             thread.join(SECONDS)
         assert not self.errors, self.errors
+        for worker in self.workers:
+            worker.optimizer.flush()
         return self.steps
 
     def close(self) -> None:
