@@ -1,8 +1,11 @@
 """``serve --check-config`` finds what would keep a server from its start, and changes nothing."""
 
 import datetime
+import logging
 import os
 import socket
+import sys
+import threading
 
 import pytest
 import torch
@@ -16,6 +19,20 @@ from tests.certificates import dns, write
 from tests.system.serving import ports_in_a_row
 
 PORTS = ("--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0", "--health-listen=")
+
+
+@pytest.fixture(autouse=True)
+def log_as_before(monkeypatch):
+    """The command has the log of its process to itself; here other tests use that too."""
+    for module, name in ((sys, "excepthook"), (sys, "unraisablehook"), (threading, "excepthook")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    root, calls = logging.getLogger(), logging.getLogger("grpc._common")
+    before = [*root.handlers], root.level, calls.level
+    yield
+    logging.captureWarnings(False)
+    root.handlers[:], level, of_calls = before
+    root.setLevel(level)
+    calls.setLevel(of_calls)
 
 
 def check(capsys, *flags):
