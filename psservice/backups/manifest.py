@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pscore.names import is_name, shown
-from psservice.storage.manifest import MANIFEST_NAME, TENSORS_NAME, Manifest
+from psservice.storage.files import StorageError
+from psservice.storage.manifest import MANIFEST_NAME, TENSORS_NAME, Manifest, first_fault
 
 BACKUP_NAME = "backup.json"
 """The file of a backup that is written last."""
@@ -155,7 +156,7 @@ class BackupManifest(_Strict):
         try:
             manifest = cls.model_validate_json(data)
         except ValidationError as error:
-            raise BackupError(f"{where} is no backup's manifest: {_fault(error)}") from error
+            raise BackupError(f"{where} is no backup's manifest: {first_fault(error)}") from error
         if manifest != manifest.sealed():
             raise BackupError(f"{where} is damaged: its own digest does not hold; use another backup")
         return manifest
@@ -185,14 +186,9 @@ class BackupManifest(_Strict):
 def read_shard_manifest(data: bytes, where: str) -> Manifest:
     """Read a shard's ``manifest.json``; raises :class:`BackupError`."""
     try:
-        manifest = Manifest.model_validate_json(data)
-    except ValidationError as error:
-        raise BackupError(
-            f"{where} is no manifest of a snapshot that this release of psservice can read: {_fault(error)}"
-        ) from error
-    if manifest != manifest.sealed(manifest.tensors):
-        raise BackupError(f"{where} is damaged: its own checksum does not hold")
-    return manifest
+        return Manifest.from_bytes(data, where)
+    except StorageError as error:
+        raise BackupError(str(error)) from error
 
 
 def require_one_checkpoint(parts: Sequence[Manifest], checkpoint: str) -> None:
@@ -228,10 +224,3 @@ def _require_format(data: bytes, where: str) -> None:
             f"{where} was written by {which} release of psservice (format {shown(str(found))}, this release reads "
             f"{_FORMAT}): import it with that release"
         )
-
-
-def _fault(error: ValidationError) -> str:
-    """Return the first fault of a file in a line."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(str(each) for each in first["loc"])
-    return shown(f"{place + ': ' if place else ''}{first['msg']}")

@@ -3,7 +3,10 @@
 import zlib
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pscore.names import shown
+from psservice.storage.files import StorageError
 
 MANIFEST_NAME, TENSORS_NAME = "manifest.json", "state.safetensors"
 """The files of a snapshot."""
@@ -76,7 +79,27 @@ class Manifest(_Strict):
     tensors: FileSeal | None = None
     crc32: int = 0
 
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> "Manifest":
+        """Read a file's content, ``where`` in the message of a :class:`StorageError`."""
+        try:
+            manifest = cls.model_validate_json(data)
+        except ValidationError as error:
+            raise StorageError(
+                f"{where} is no manifest of a snapshot that this release of psservice can read: {first_fault(error)}"
+            ) from error
+        if manifest != manifest.sealed(manifest.tensors):
+            raise StorageError(f"{where} is damaged: its own checksum does not hold")
+        return manifest
+
     def sealed(self, tensors: FileSeal | None) -> "Manifest":
         """Return the manifest with the seal of its tensors and its own checksum."""
         whole = self.model_copy(update={"tensors": tensors, "crc32": 0})
         return whole.model_copy(update={"crc32": zlib.crc32(whole.model_dump_json().encode())})
+
+
+def first_fault(error: ValidationError) -> str:
+    """Return the first fault of a file in a line, without the file's own text beyond what can be shown."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(str(each) for each in first["loc"])
+    return shown(f"{place + ': ' if place else ''}{first['msg']}")

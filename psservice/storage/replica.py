@@ -11,8 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from psservice.model.copies import TensorCopy
 from psservice.settings import ServerSettings
 from psservice.storage import snapshots
@@ -319,14 +317,7 @@ class _Pieces:
 
 def _manifest(data: bytes, settings: ServerSettings) -> Manifest:
     """Read the manifest of a snapshot that has come; raises :class:`StorageError`."""
-    try:
-        manifest = Manifest.model_validate_json(data)
-    except ValidationError as error:
-        raise StorageError(
-            f"the manifest of a snapshot cannot be read: {error}; a standby is of the same release as its server"
-        ) from error
-    if manifest != manifest.sealed(manifest.tensors) or manifest.tensors is None:
-        raise StorageError("the checksum of a manifest does not hold")
+    manifest = Manifest.from_bytes(data, f"the primary's {MANIFEST_NAME}")
     mine = settings.shard_index, settings.num_shards
     if (manifest.shard_index, manifest.num_shards) != mine:
         raise StorageError(
