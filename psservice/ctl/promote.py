@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.ctl import render
-from psservice.ctl.client import EXIT_PARTIAL, Outcome, ShardClients, exit_status
+from psservice.ctl.client import EXIT_PARTIAL, EXIT_REFUSED, Outcome, ShardClients, exit_status
 
 _POLL_SECONDS = 0.2
 
@@ -24,7 +24,7 @@ def promote(clients: ShardClients, options: Namespace) -> int:
         for each in unready:
             render.say(f"{each.error or each.address + ': it is no standby: it serves already'}", failed=True)
         render.say("no standby was promoted: each that is named must be one, and answer", failed=True)
-        return exit_status(unready) if any(each.error for each in unready) else 3
+        return exit_status(unready) if any(each.error for each in unready) else EXIT_REFUSED
     first, *others = standbys
     asked = [clients.one(first, "Promote", pb.PromoteRequest(force=options.force))]
     if asked[0].error is None:

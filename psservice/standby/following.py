@@ -76,6 +76,7 @@ class Following:
         try:
             answer = self._primary.ask(self._replica.held)
             self._take(answer)
+            self._replica.sync_in_time()
         except SourceError as error:
             self._complain(str(error), is_lost=True)
             return False
@@ -94,14 +95,13 @@ class Following:
 
     def _take(self, answer: ReplicaAnswer) -> None:
         header = answer.header
-        begin = Position(header.segment, header.offset)
         if header.manifest_bytes:
             snapshot = self._replica.take_snapshot(
-                header.manifest_bytes, header.tensors_bytes, answer.data, begin=begin, continues=header.continues
+                header.manifest_bytes, header.tensors_bytes, answer.data, continues=header.continues
             )
             log.info("snapshot received", extra={"version": snapshot.manifest.version, "path": str(snapshot.path)})
         elif header.journal_bytes:
-            self._replica.append(begin, b"".join(answer.data))
+            self._replica.append(Position(header.segment, header.offset), b"".join(answer.data))
         self.newest = Position(header.newest_segment, header.newest_offset)
         self.is_acknowledged = header.acknowledged
 

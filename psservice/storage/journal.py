@@ -58,6 +58,16 @@ def segment_numbers(files: Files, directory: Path) -> list[int]:
     return sorted(int(stem) for stem in stems if stem.isdigit())
 
 
+def remove_segments_before(files: Files, directory: Path, number: int) -> None:
+    """Remove the segments before one; a segment that cannot be removed stays for the next time."""
+    for old in segment_numbers(files, directory):
+        if old < number:
+            try:
+                files.remove(segment_path(directory, old))
+            except OSError as error:
+                log.warning("old segment stays", extra={"segment": old, "error": str(error)})
+
+
 class Journal:
     """Appends records to numbered segments; raises ``OSError`` if the first segment cannot be begun.
 
@@ -135,12 +145,7 @@ class Journal:
 
     def cut_before(self, number: int) -> None:
         """Remove the segments before one; a segment that cannot be removed stays for the next time."""
-        for old in segment_numbers(self._files, self._directory):
-            if old < number:
-                try:
-                    self._files.remove(segment_path(self._directory, old))
-                except OSError as error:
-                    log.warning("old segment stays", extra={"segment": old, "error": str(error)})
+        remove_segments_before(self._files, self._directory, number)
 
     @property
     def path(self) -> Path:

@@ -81,8 +81,7 @@ def part_behind(
 def _next_position(files: Files, journals: Path, held: HeldPart, end: Position) -> Position | None:
     """Return where a part goes on; ``None`` if it is of another journal, or that place is gone."""
     position = held.position
-    path = segment_path(journals, position.segment)
-    size = _size_if_ours(files, path, held.mark) if position.offset else _size(files, path)
+    size = _size(files, segment_path(journals, position.segment), held.mark if position.offset else None)
     if size is None or position.offset > size or position > end:
         return None
     if position.offset < size or position.segment == end.segment:
@@ -93,21 +92,12 @@ def _next_position(files: Files, journals: Path, held: HeldPart, end: Position) 
     return None
 
 
-def _size(files: Files, path: Path) -> int | None:
-    """Return the bytes of a segment; ``None`` if it is not there."""
+def _size(files: Files, path: Path, mark: bytes | None) -> int | None:
+    """Return the bytes of a segment; ``None`` if it is not there, or does not have the mark, if one is given."""
     try:
         with files.open(path) as file:
-            return file.seek(0, os.SEEK_END)
-    except OSError:
-        return None
-
-
-def _size_if_ours(files: Files, path: Path, mark: bytes) -> int | None:
-    """Return the bytes of a segment; ``None`` if it is not there, or has another mark."""
-    try:
-        with files.open(path) as file:
-            head = file.read(HEAD_BYTES)
-            return file.seek(0, os.SEEK_END) if mark and read_mark(path, head) == mark else None
+            is_ours = mark is None or (mark and read_mark(path, file.read(HEAD_BYTES)) == mark)
+            return file.seek(0, os.SEEK_END) if is_ours else None
     except OSError:
         return None
 

@@ -16,7 +16,13 @@ from psservice.settings import ServerSettings
 from psservice.storage import snapshots
 from psservice.storage.environment import Environment
 from psservice.storage.files import Files, OpenFile, StorageError, discard
-from psservice.storage.journal import Position, SegmentReader, segment_numbers, segment_path
+from psservice.storage.journal import (
+    Position,
+    SegmentReader,
+    remove_segments_before,
+    segment_numbers,
+    segment_path,
+)
 from psservice.storage.journal_format import HEAD_BYTES, read_mark
 from psservice.storage.lock_file import STANDBY, LockFile, Watermark
 from psservice.storage.manifest import MANIFEST_NAME, TENSORS_NAME, FileSeal, Manifest
@@ -58,6 +64,7 @@ class Replica:
         self._file: OpenFile | None = None
         self._position, self._durable, self._mark = Position(), 0, b""
         self._ends = RecordEnds()
+        self._synced = environment.monotonic()
         self._lock_file = LockFile(self.path, self.files)
         try:
             self._begin()
@@ -163,12 +170,19 @@ class Replica:
             except OSError as error:
                 log.error("bytes behind the end stay", extra={"path": str(self._journals), "error": str(error)})
 
-    def sync(self) -> None:
-        """Force what is here to the disk, with ``--fsync interval``; raises :class:`StorageError`."""
+    def sync_in_time(self) -> None:
+        """With ``--fsync interval``, force the journal to the disk if the period is over; for the thread of parts.
+
+        Raises :class:`StorageError`.
+        """
+        now = self._environment.monotonic()
+        if self._settings.fsync != "interval" or now - self._synced < self._settings.fsync_interval_seconds:
+            return
         try:
             self._sync_end()
         except OSError as error:
             raise StorageError(f"cannot force {self._journals} to the disk: {error.strerror or error}") from error
+        self._synced = now
 
     def _sync_end(self) -> None:
         if self._file is not None and self._settings.fsync != "never" and self._durable < self._position.offset:
@@ -183,11 +197,11 @@ class Replica:
         self._lock_file.note(segment=self._position.segment, appended=whole, durable=durable, **changes)
 
     def take_snapshot(
-        self, manifest_bytes: int, tensors_bytes: int, data: Iterable[bytes], *, begin: Position, continues: bool
+        self, manifest_bytes: int, tensors_bytes: int, data: Iterable[bytes], *, continues: bool
     ) -> Snapshot:
         """Write down a snapshot that comes in pieces, manifest first; return it once it has its name.
 
-        Without ``continues`` all else is dropped, and the journal goes on at ``begin``. Raises :class:`StorageError`.
+        Without ``continues`` all else is dropped. Raises :class:`StorageError`.
         """
         if manifest_bytes > LARGEST_MANIFEST_BYTES:
             raise StorageError(f"a manifest of {manifest_bytes} bytes is no manifest")
@@ -204,7 +218,7 @@ class Replica:
             for each in (temporary / MANIFEST_NAME, temporary):
                 self.files.sync(each)
             with self._changing:
-                return self._place(temporary, manifest, begin, continues=continues)
+                return self._place(temporary, manifest, continues=continues)
         except OSError as error:
             raise StorageError(f"cannot write a snapshot to {self._snapshots}: {error.strerror or error}") from error
         finally:
@@ -221,7 +235,7 @@ class Replica:
             file.close()
         return FileSeal(bytes=size, crc32=crc)
 
-    def _place(self, temporary: Path, manifest: Manifest, begin: Position, *, continues: bool) -> Snapshot:
+    def _place(self, temporary: Path, manifest: Manifest, *, continues: bool) -> Snapshot:
         """Give a whole snapshot its name, and drop what does not belong to it."""
         path = self._snapshots / snapshots.name_of(manifest)
         for each in snapshots.readable(self.files, self._snapshots):
@@ -258,9 +272,7 @@ class Replica:
                 self.newest = snapshot
                 kept = snapshots.prune(self.files, self._snapshots, self._settings.keep_snapshots)
                 first = min(each.manifest.segment for each in kept)
-                for number in segment_numbers(self.files, self._journals):
-                    if number < first:
-                        self.files.remove(segment_path(self._journals, number))
+                remove_segments_before(self.files, self._journals, first)
                 return snapshot
         except OSError as error:
             raise StorageError(f"cannot write a snapshot to {self._snapshots}: {error.strerror or error}") from error

@@ -1,5 +1,7 @@
 """The directory of a standby can be served from whatever moment its last bytes came, and what counts as had there."""
 
+from dataclasses import replace
+
 import pytest
 
 from psservice.settings import ServerSettings
@@ -7,6 +9,7 @@ from psservice.storage import parts
 from psservice.storage.environment import MACHINE
 from psservice.storage.files import StorageError
 from psservice.storage.journal import Position, segment_path
+from psservice.storage.lock_file import read_watermark
 from psservice.storage.parts import HeldPart, SnapshotPart
 from psservice.storage.replica import Replica
 from tests.psservice.durability.test_recovery import Shard, begin, send, theta
@@ -36,7 +39,7 @@ def take(replica, primary):
     if isinstance(part, SnapshotPart):
         pieces = iter([part.manifest.read(), part.tensors.read()])
         sizes = part.manifest_bytes, part.tensors_bytes
-        replica.take_snapshot(*sizes, pieces, begin=part.begin, continues=part.continues)
+        replica.take_snapshot(*sizes, pieces, continues=part.continues)
         part.close()
     elif part is not None:
         replica.append(part.begin, part.data)
@@ -120,9 +123,7 @@ def test_a_snapshot_of_ones_own_that_is_older_than_the_primarys_newest_is_droppe
     primary.durability.take()
     part = primary.durability.next_part(HeldPart(Position(), b"", 0))
     pieces = iter([part.manifest.read(), part.tensors.read()])
-    newest = replica.take_snapshot(
-        part.manifest_bytes, part.tensors_bytes, pieces, begin=part.begin, continues=part.continues
-    )
+    newest = replica.take_snapshot(part.manifest_bytes, part.tensors_bytes, pieces, continues=part.continues)
     part.close()
     assert newest.manifest.segment > begun.segment
     assert replica.keep(begun, {}) is None
@@ -168,4 +169,27 @@ def test_nothing_counts_of_a_standby_that_has_another_model(primary, tmp_path):
     replication.hear("standby", held)
     replication.compared(held)
     assert replication.progress(held.position, 1).behind_bytes, "what is behind that model's snapshot is of no use"
+    replica.close()
+
+
+def test_a_standbys_journal_is_forced_to_the_disk_every_period(primary, tmp_path):
+    now = [0.0]
+    environment = replace(MACHINE, monotonic=lambda: now[0])
+    replica = Replica(settings(tmp_path, fsync="interval", fsync_interval_seconds=2.0), environment)
+    push(primary, 1)
+    take_all(replica, primary)
+
+    def durable():
+        replica.sync_in_time()
+        found = read_watermark(replica.path, MACHINE.files)
+        assert found.appended == replica.held.position.offset
+        return found.durable == found.appended
+
+    now[0] = 1.9
+    assert not durable()
+    now[0] = 2.0
+    assert durable()
+    push(primary, 2)
+    take_all(replica, primary)
+    assert not durable()
     replica.close()
