@@ -5,7 +5,7 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import Enum
 from pathlib import Path
 
@@ -113,11 +113,7 @@ class Server:
         try:
             if settings.tracing:
                 tracing.start("psservice", f"shard-{settings.shard_index}")
-            authenticator = Authenticator(settings.tokens, self._watcher, settings.certificate_roles)
-            if settings.tls_cert and settings.tls_key:
-                self._certificates = ServerCertificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-                self._certificates.check()
-                self._watcher.watch(self._certificates.check)
+            authenticator, self._certificates = read_secrets(settings, self._watcher)
             bind_certificates(self._metrics, self._certificates)
             self.shard = open_shard(settings, device_of(settings), self._metrics, self.update_health, self._failed)
         except (StorageError, SecurityError, TracingError) as error:
@@ -258,15 +254,7 @@ class Server:
         return shard.durability.is_healthy and not shard.apply_thread.failed and is_open
 
     def _listen(self, address: str, flag: str, bind: Callable[[str], int]) -> str:
-        """Open a port; ``bind`` gets its address and returns the number. Return the address with that number."""
-        try:
-            number = bind_port(*split_address(address), lambda each: bind(at_port(address, each)), self._named_ports())
-        except RuntimeError as error:
-            raise StartError(
-                f"cannot listen on {address} ({flag}): is another server running there? Choose another port, or 0 for "
-                "any"
-            ) from error
-        return at_port(address, number)
+        return listen(address, flag, bind, self._named_ports())
 
     def _named_ports(self) -> set[int]:
         """Return the ports that the settings name: no other address may take one before it is bound itself."""
@@ -304,6 +292,33 @@ def require_coordinator(settings: ServerSettings) -> None:
     needs_ca = settings.tls_cert is not None and not settings.coordinator_is_here
     if settings.shard_index and needs_ca and security_of(settings).ca is None:
         raise StartError("shard 0's certificate cannot be checked: give its CA as --coordinator-ca")
+
+
+def read_secrets(settings: ServerSettings, watcher: FileWatcher) -> tuple[Authenticator, ServerCertificates | None]:
+    """Return what admits callers, and the certificates, if there are any; ``watcher`` reads both again.
+
+    Raises :class:`~psservice.rpc.watched_files.SecurityError`.
+    """
+    authenticator, certificates = Authenticator(settings.tokens, watcher, settings.certificate_roles), None
+    if settings.tls_cert and settings.tls_key:
+        certificates = ServerCertificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+        certificates.check()
+        watcher.watch(certificates.check)
+    return authenticator, certificates
+
+
+def listen(address: str, flag: str, bind: Callable[[str], int], named: Collection[int] = ()) -> str:
+    """Open a port, and return the address with its number; ``bind`` gets its address and returns the number.
+
+    For port 0 it is none of the ``named``. Raises :class:`StartError`.
+    """
+    try:
+        number = bind_port(*split_address(address), lambda each: bind(at_port(address, each)), named)
+    except RuntimeError as error:
+        raise StartError(
+            f"cannot listen on {address} ({flag}): is another server running there? Choose another port, or 0 for any"
+        ) from error
+    return at_port(address, number)
 
 
 def device_of(settings: ServerSettings) -> torch.device:

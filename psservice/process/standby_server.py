@@ -17,16 +17,14 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.observability.metrics import Metrics
 from psservice.process.ready import tell_ready
-from psservice.process.server import StartError, device_of
+from psservice.process.server import StartError, device_of, listen, read_secrets
 from psservice.process.shared_health import SharedHealth
 from psservice.process.signals import SignalThread
-from psservice.rpc.auth import Authenticator
-from psservice.rpc.certificates import ServerCertificates
 from psservice.rpc.file_watcher import FileWatcher
 from psservice.rpc.health_and_reflection import LIVENESS, Health
-from psservice.rpc.ports import EventLoop, bind_port, open_port
+from psservice.rpc.ports import EventLoop, open_port
 from psservice.rpc.watched_files import SecurityError
-from psservice.settings import ServerSettings, at_port, shown, split_address
+from psservice.settings import ServerSettings, shown
 from psservice.shard.shard import Shard
 from psservice.standby.compactor import Compactor
 from psservice.standby.following import Following
@@ -81,12 +79,7 @@ class StandbyServer:
     def _open(self) -> None:
         settings = self.settings
         try:
-            authenticator = Authenticator(settings.tokens, self._watcher, settings.certificate_roles)
-            certificates = None
-            if settings.tls_cert and settings.tls_key:
-                certificates = ServerCertificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-                certificates.check()
-                self._watcher.watch(certificates.check)
+            authenticator, certificates = read_secrets(settings, self._watcher)
             self._replica = Replica(settings, MACHINE)
         except (StorageError, SecurityError) as error:
             raise StartError(str(error)) from error
@@ -108,15 +101,8 @@ class StandbyServer:
 
     def _listen(self, name: str, bind: Callable[[str], int]) -> None:
         """Open a port, and have the settings name it."""
-        address = getattr(self.settings, name)
-        try:
-            number = bind_port(*split_address(address), lambda each: bind(at_port(address, each)))
-        except RuntimeError as error:
-            raise StartError(
-                f"cannot listen on {address} ({ServerSettings.explicit(name)}): is another server running there? "
-                "Choose another port, or 0 for any"
-            ) from error
-        self.settings = self.settings.model_copy(update={name: at_port(address, number)})
+        address = listen(getattr(self.settings, name), ServerSettings.explicit(name), bind)
+        self.settings = self.settings.model_copy(update={name: address})
 
     def status(self) -> pb.GetStatusResponse:
         """Return the status."""
