@@ -104,7 +104,7 @@ def connect(
 
 
 def _locator(address: str, security: Security) -> Callable[[], str] | None:
-    """Return what finds out which of the servers of one shard serves; ``None`` if there is one server."""
+    """Return a function that finds the server of one shard that serves; ``None`` if the shard has one server."""
     if len(alternatives(address)) == 1:
         return None
 

@@ -236,7 +236,7 @@ def _readers(status: pb.GetStatusResponse) -> str:
 
 
 def _standby(status: pb.GetStatusResponse) -> str:
-    """Write for whom a standby stands by, whether that one answers, and what the standby has."""
+    """Write the primary of a standby, whether it answers, and how far the standby is behind it."""
     standby = status.standby
     text = f"stands by for {standby.primary}"
     if standby.lost_seconds:

@@ -351,7 +351,7 @@ class Durability:
         return self.last_snapshot is not None and not self.replication.is_compared(held)
 
     def next_part(self, held: HeldPart) -> JournalPart | SnapshotPart | None:
-        """Return what follows behind the part that a standby has; ``None`` if nothing does yet.
+        """Return the next part behind the one that a standby has; ``None`` if there is none yet.
 
         Raises :class:`Rejected`: ``BAD_REQUEST`` if no journal is kept, ``BUSY`` if files go meanwhile.
         """

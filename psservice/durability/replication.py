@@ -1,4 +1,4 @@
-"""How far a standby has what a shard has written, and the answers that wait for that.
+"""The position of a standby in a shard's journal, and the answers that wait for it.
 
 A standby tells its position in the journal with each request for what follows. With ``--replicate ack`` an answer that
 tells of a record waits until the standby has the record, as it waits for the disk with ``--fsync always``. So nothing
@@ -33,7 +33,7 @@ class StandbyProgress(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Answered:
-    """What was newest when a standby was last answered: a standby that has it has that version."""
+    """The newest position and version when a standby was last answered: one that has the first has the second."""
 
     position: Position
     version: int
@@ -64,7 +64,7 @@ class Replication:
                 self._generation, self._mark, self._position = generation, b"", Position()
 
     def hear(self, standby: str, held: HeldPart) -> None:
-        """Note what a standby has, which counts once its segment was compared: see :meth:`compared`.
+        """Note the part of a standby, which counts once its segment was compared: see :meth:`compared`.
 
         Raises :class:`Rejected` (``BUSY``) if another one follows.
         """
@@ -102,7 +102,7 @@ class Replication:
         self._changed.notify_all()
 
     def answer(self, newest: Position, version: int) -> None:
-        """Note what is newest while a standby is answered; its next request tells whether it has that."""
+        """Note the newest position and version as a standby is answered; its next request tells whether it has them."""
         with self._changed:
             self._heard_at = self._clock()  # it reads the answer
             self._answered = _Answered(newest, version)

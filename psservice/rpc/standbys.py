@@ -22,7 +22,7 @@ class StandbyCalls:
         self._shard = shard
 
     def replicate(self, call: Call, request: pb.ReplicateRequest) -> Iterator[bytes]:
-        """Note what a standby has, and send it what follows, once something does; called on the event loop."""
+        """Note a standby's position, and send it the next part, once there is one; called on the event loop."""
         shard, durability = self._shard, self._shard.durability
         if request.HasField("successor"):
             return self._hear_of_successor(request)

@@ -1,4 +1,4 @@
-"""A standby's thread: takes what follows from its primary, and knows when it may serve in that one's place."""
+"""A standby's thread: takes parts from its primary, and knows when it may serve in that one's place."""
 
 import logging
 import math
@@ -24,10 +24,10 @@ _COMPLAINT_SECONDS = 60.0
 
 
 class ReplicaSource(Protocol):
-    """What a standby asks of its primary; :class:`psservice.standby.primary.Primary` asks over the network."""
+    """The question of a standby to its primary; :class:`psservice.standby.primary.Primary` asks over the network."""
 
     def ask(self, held: HeldPart) -> ReplicaAnswer:
-        """Return what follows behind a part; raises :class:`SourceError`, and :class:`Rejected` as the shard does."""
+        """Return the next part; raises :class:`SourceError`, and :class:`Rejected` as the shard does."""
 
     def close(self) -> None:
         """Break off every question."""

@@ -1,4 +1,4 @@
-"""The shard that a standby follows: one stream of questions, each with what the standby has, and their answers."""
+"""The shard that a standby follows: one stream of questions, each with the standby's position, and their answers."""
 
 import queue
 import threading
@@ -54,7 +54,7 @@ class Primary:
         self.address = settings.source
 
     def ask(self, held: HeldPart) -> ReplicaAnswer:
-        """Tell what the standby has, and return what follows.
+        """Tell the standby's position, and return the next part.
 
         Raises :class:`SourceError`, and :class:`Rejected` as the shard does; the next question begins a new stream.
         """

@@ -1,4 +1,4 @@
-"""What a standby answers at its port: its status, and the call that has it serve. All else is refused, ``STANDBY``."""
+"""The calls that a standby answers: its status, and the one that has it serve. All else is refused, ``STANDBY``."""
 
 import asyncio
 from collections.abc import Callable

@@ -163,7 +163,7 @@ class DataDir:
             return True
 
     def part_behind(self, held: HeldPart, newest: Snapshot, end: Position) -> JournalPart | SnapshotPart | None:
-        """Return what follows behind a standby's part; ``None`` if nothing does. Raises ``OSError``."""
+        """Return the next part behind a standby's; ``None`` if there is none. Raises ``OSError``."""
         return part_behind(self.files, self._journals, held, newest, end)
 
     def lost_file(self) -> Path | None:

@@ -1,4 +1,4 @@
-"""What follows behind the part of a data directory that a standby has: bytes of the journal, or a snapshot."""
+"""The next part of a data directory behind the one that a standby has: bytes of the journal, or a snapshot."""
 
 import os
 from contextlib import suppress
@@ -13,12 +13,12 @@ from psservice.storage.manifest import MANIFEST_NAME, TENSORS_NAME
 from psservice.storage.snapshots import Snapshot
 
 MOST_JOURNAL_BYTES = 4 << 20
-"""Of one part, so that a standby tells often what it has."""
+"""Of one part, so that a standby tells its position often."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldPart:
-    """What a standby has.
+    """The part of a data directory that a standby has.
 
     Attributes:
         position: the end of its newest segment, or the beginning of the one behind its snapshot; zeros without both.
@@ -62,7 +62,7 @@ class SnapshotPart:
 def part_behind(
     files: Files, journals: Path, held: HeldPart, newest: Snapshot, end: Position
 ) -> JournalPart | SnapshotPart | None:
-    """Return what follows behind a part, of a journal that ends at ``end``; ``None`` if nothing does.
+    """Return the next part, of a journal that ends at ``end``; ``None`` if there is none.
 
     A snapshot, the newest, follows if the part is of another journal, if its model is of another generation, or if the
     journal behind it is gone. Raises ``OSError``.

@@ -112,7 +112,7 @@ class Replica:
 
     @property
     def held(self) -> HeldPart:
-        """What is here; for the thread that takes parts."""
+        """The position, mark and generation of the directory; for the thread that takes parts."""
         newest = self.newest
         if newest is None:
             return HeldPart(self._position, self._mark, 0)
@@ -163,7 +163,7 @@ class Replica:
                 self.files.sync(self._journals)
 
     def _cut(self) -> None:
-        """Remove what a failed write has left behind the end."""
+        """Remove the bytes that a failed write has left behind the end."""
         if self._file is not None:
             try:
                 self._file.cut(self._position.offset)
@@ -236,7 +236,7 @@ class Replica:
         return FileSeal(bytes=size, crc32=crc)
 
     def _place(self, temporary: Path, manifest: Manifest, *, continues: bool) -> Snapshot:
-        """Give a whole snapshot its name, and drop what does not belong to it."""
+        """Give a whole snapshot its name, and drop snapshots and segments that do not belong to it."""
         path = self._snapshots / snapshots.name_of(manifest)
         for each in snapshots.readable(self.files, self._snapshots):
             if each.path == path or each.manifest.segment >= manifest.segment:
@@ -290,7 +290,7 @@ class Replica:
             raise StorageError(f"cannot write to {self.path}: {error.strerror or error}") from error
 
     def close(self) -> None:
-        """Force what is here to the disk, and free the directory."""
+        """Force the journal to the disk, and free the directory."""
         try:
             self._sync_end()
         except OSError as error:
