@@ -71,6 +71,7 @@ class Host:
             lease_seconds=LEASE_SECONDS,
             snapshot_seconds=SNAPSHOT_SECONDS,
             keep_snapshots=self.random.randint(2, 4),
+            replicate="ack" if simulation.has_standby else "behind",
             **simulation.server_options,
         )
         self.environment = Environment(

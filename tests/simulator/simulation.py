@@ -78,10 +78,8 @@ class Simulation:
         self.entries = [{} for _ in self.spans]  # of each push, by shard, identity and step
         self.hosts, self.relays, self.source_is_away, self.line = [], [], False, None
         self.lost_disks = 0
-        # Not with WAGMA, whose versions do not name values.
         self.has_standby = random.Random(f"standby {seed}").random() < STANDBY_SHARE
-        if self.has_standby:
-            self.server_options["replicate"] = "ack"
+        # Not with WAGMA, whose versions do not name values.
         self.has_relay = not self.in_groups and random.Random(f"relay {seed}").random() < RELAY_SHARE
 
     def _grid(self, count):

@@ -63,7 +63,7 @@ class Fleet(Simulation):
         super().__init__(0, "feed")
         self.num_shards, self.layout = 1, LAYOUT
         self.spans, self.entries = LAYOUT.shard_spans(1), [{}]
-        self.cut_share, self.is_rough, self.has_relay = 0.0, False, with_relay
+        self.cut_share, self.is_rough, self.has_relay, self.has_standby = 0.0, False, with_relay, False
         self.count, self.line = readers, Line(self.loop, RATE)
         self.last_seconds, self.line_bytes, self.join_bytes = [], [], 0
 
