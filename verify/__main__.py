@@ -67,8 +67,8 @@ _NOTES = (
     "psclient: pushes of all lives against the servers' versions; each replica against the model after the last pull",
     "lost disks: all shards of a machine at once, with answers that wait for the standby (--replicate ack); pushes are "
     "counted as for psclient",
-    f"two releases: this one, and the wheel of commit {release_before.commit()[:8]}; shards and trainers change from one "
-    "to the other and back, and pushes are counted as for psclient",
+    f"two releases: this one, and the wheel of commit {release_before.commit()[:8]}; shards and trainers change from "
+    "one to the other and back, and pushes are counted as for psclient",
     "backups: no push is counted, since those behind a copy or a backup are gone with it; each replica against "
     "the model after the last pull",
     "feeds: what followers held, and what fresh reads of the shards had, against the models that publishers had "

@@ -7,6 +7,7 @@ import psclient
 from psclient.errors import ConfigurationError, RefusedError
 from psclient.rpc import run
 from psclient.rpc.local_server import LocalServer
+from pscore.version import __version__
 from pscore.wire import frames, protocol
 from pscore.wire.codecs.names import PLAIN_INDEX_CODECS
 from pscore.wire.layouts import pack_layout
@@ -107,6 +108,12 @@ OLDER, NEWER = "the worker is of the older release", "the server is of the older
 @pytest.fixture
 def address(server):
     return server(workers.READABLE_INDEX_CODECS, workers.READABLE_VALUE_CODECS)
+
+
+def test_a_shard_tells_the_release_of_a_worker(address):
+    with dgs(make_model(batch_norm=False), address), grpc.insecure_channel(address) as channel:
+        (worker,) = ParameterServerServiceStub(channel).GetStatus(pb.GetStatusRequest(), timeout=5).workers
+        assert worker.release == __version__
 
 
 def join_speaking(address, oldest, newest):
