@@ -21,6 +21,8 @@ from verify.backups import Backups
 from verify.campaign import Campaign
 from verify.client.caller import LeaseLostError, RefusedError, StuckError
 from verify.client.replica import BrokenReplyError
+from verify.cluster import release_before
+from verify.cluster.release_before import NoReleaseBeforeError
 from verify.cluster.servers import StartFailedError, end_on_sigterm
 from verify.failpoint.bit_flips import Flips
 from verify.failpoint.broken_disk import BrokenDisk
@@ -30,6 +32,7 @@ from verify.failpoint.full_disk import FullDisk
 from verify.failpoint.kills import Kills
 from verify.feeds import Feeds
 from verify.plan import Plan, Result
+from verify.releases import Releases
 from verify.standbys import Standbys
 from verify.traffic.team import TrainerFailedError
 from verify.training import Training
@@ -37,14 +40,16 @@ from verify.training import Training
 _KINDS = ((2, "interval", "topk"), (1, "always", "auto"), (1, "interval", "exact"), (2, "always", "exact"))
 _FEWEST_KILLS = 3
 """Of a campaign; with fewer in all there are fewer campaigns."""
-_SCENARIOS = ("kills", "disk", "fsync", "descriptors", "flips", "training", "backups", "standbys", "feeds")
+_SCENARIOS = ("kills", "disk", "fsync", "descriptors", "flips", "training", "backups", "standbys", "releases", "feeds")
 _TRAINING_SHARE, _MOST_TRAINERS = 12, 4  # a trainer costs seconds of a core to start
 _FLIP_WORKERS = 2
 _LOST_SHARE = 4  # of the kills; a disk is lost for each shard, and a standby takes seconds to start
+_CHANGED_SHARE = 6  # of the kills; an update takes a start of a server, and one of a trainer besides
 _FEEDS, _FOLLOWERS = (("octets", 2, 0.5), ("halves", 2, 0.3), ("octets", 1, 0.2)), 4
 """Layouts of feeds, their shards, and their shares of the faults."""
 _NARROWEST = 160
 _BROKEN = (
+    NoReleaseBeforeError,
     StartFailedError,
     TrainerFailedError,
     RefusedError,
@@ -62,6 +67,8 @@ _NOTES = (
     "psclient: pushes of all lives against the servers' versions; each replica against the model after the last pull",
     "lost disks: all shards of a machine at once, with answers that wait for the standby (--replicate ack); pushes are "
     "counted as for psclient",
+    f"two releases: this one, and the wheel of commit {release_before.commit()[:8]}; shards and trainers change from "
+    "one to the other and back, and pushes are counted as for psclient",
     "backups: no push is counted, since those behind a copy or a backup are gone with it; each replica against "
     "the model after the last pull",
     "feeds: what followers held, and what fresh reads of the shards had, against the models that publishers had "
@@ -169,6 +176,15 @@ def _scenarios(
             name = f"lost disks, {shards} shard{'s' if shards > 1 else ''}"
             plan = _plan(options, name, shards, "interval", max(1, options.kills // (_LOST_SHARE * shards)))
             add(replace(plan, workers=min(options.workers, _MOST_TRAINERS)), Standbys)
+    if "releases" in options.only:
+        try:
+            release_before.require_history()
+        except NoReleaseBeforeError as error:
+            notes.append(f"two releases: SKIPPED: {error}")
+        else:
+            changes = max(2, options.kills // _CHANGED_SHARE)
+            plan = _plan(options, "two releases, 2 shards", 2, "interval", changes)
+            add(replace(plan, workers=min(options.workers, _MOST_TRAINERS)), Releases)
     if "feeds" in options.only:
         for layout, shards, share in _FEEDS:
             name = f"feed, {shards} shard{'s' if shards > 1 else ''}, {layout}"

@@ -15,7 +15,7 @@ from pscore.net.proxies import NO_PROXY
 from pscore.wire import frames
 from pscore.wire.codecs.names import READABLE_INDEX_CODECS, READABLE_VALUE_CODECS
 from pscore.wire.layouts import pack_layout
-from pscore.wire.messages import PROTOCOL_VERSION
+from pscore.wire.protocol import NEWEST_PROTOCOL
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
@@ -26,7 +26,7 @@ def join_request(
     """Return a request to join; who joins is filled in later."""
     return pb.JoinRequest(
         identity=pb.WorkerIdentity(),
-        protocol_version=PROTOCOL_VERSION,
+        protocol_version=NEWEST_PROTOCOL,
         method="bench",
         method_settings=method_settings,
         layout=pack_layout(layout),

@@ -35,6 +35,7 @@ from psclient.rpc.shard_stream import WAIT_SHARE, ShardStream, Uploaded
 from psclient.settings import ClientSettings
 from pscore.model.buffers import pack
 from pscore.names import shown
+from pscore.version import __version__
 from pscore.wire.codecs.names import (
     INDEX_CODECS,
     PLAIN_INDEX_CODECS,
@@ -47,7 +48,7 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch, sibling_generation
 from pscore.wire.histories import losses
 from pscore.wire.layouts import pack_layout
-from pscore.wire.messages import PROTOCOL_VERSION
+from pscore.wire.protocol import NEWEST_PROTOCOL, OLDEST_PROTOCOL
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 
@@ -110,7 +111,9 @@ class Run:
         codec = INDEX_CODECS.get(settings.index_codec)  # none: "auto"
         self._request = pb.JoinRequest(
             identity=self.identity,
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=OLDEST_PROTOCOL,
+            newest_protocol_version=NEWEST_PROTOCOL,
+            release=__version__,
             method=method,
             method_settings=dict(method_settings),
             layout=layout,
@@ -366,6 +369,7 @@ class Run:
             if answer.reason is not ErrorCode.WORKER_ALIVE or now > min(alive_until, self._deadline):
                 raise from_refusal(answer) from None
             self._require_not_cancelled()
+        self._require_protocol(shard, answer)
         self._require_codecs(shard, answer)
         shard.readable = frozenset(answer.index_codecs or PLAIN_INDEX_CODECS)
         shard.origins, shard.joined_version = tuple(answer.origins), answer.version
@@ -375,6 +379,12 @@ class Run:
         """Raise :class:`ServerUnreachableError` if the calling job is cancelled."""
         if is_cancelled():
             raise ServerUnreachableError(self.coordinator.address, 0.0, "joining was interrupted", STEP_AGAIN)
+
+    def _require_protocol(self, shard: ShardStream, answer: pb.JoinResponse) -> None:
+        protocol = answer.protocol_version or OLDEST_PROTOCOL
+        if not OLDEST_PROTOCOL <= protocol <= NEWEST_PROTOCOL:
+            said = f"{shard.address} answers in protocol {protocol}, which this worker does not speak"
+            raise RefusedError(Rejected(ErrorCode.UNKNOWN_PROTOCOL, said))
 
     def _require_codecs(self, shard: ShardStream, answer: pb.JoinResponse) -> None:
         for setting, codecs, readable in (

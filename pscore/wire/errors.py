@@ -33,7 +33,10 @@ class ErrorCode(Enum):
     NON_FINITE = ("INVALID_ARGUMENT", "look for a diverging loss; nothing was applied")
     BAD_REQUEST = ("INVALID_ARGUMENT", "correct what the message names")
     UNKNOWN_CODEC = ("UNIMPLEMENTED", "choose a codec that this server knows, or upgrade it")
-    UNKNOWN_PROTOCOL = ("UNIMPLEMENTED", "use releases with the same protocol version on workers and servers")
+    UNKNOWN_PROTOCOL = (
+        "UNIMPLEMENTED",
+        "upgrade the older side to a release at most one behind the other, as docs/operate/upgrading.md says",
+    )
     FINGERPRINT_MISMATCH = ("FAILED_PRECONDITION", f"build the same model on every worker; {_ANOTHER_RUN}")
     SETTINGS_MISMATCH = ("FAILED_PRECONDITION", f"give every worker the same method and settings; {_ANOTHER_RUN}")
     SHARD_MISMATCH = ("FAILED_PRECONDITION", "list every shard's address once, in the order of --shard-index")

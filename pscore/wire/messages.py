@@ -11,8 +11,6 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 
 Places = TypeVar("Places")
 
-PROTOCOL_VERSION = 3
-
 LARGEST_RATE = 1e3
 """Of a param group of an optimizer on the server."""
 

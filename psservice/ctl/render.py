@@ -142,6 +142,21 @@ def lost_lines(fleet: Fleet) -> list[Text]:
     ]
 
 
+def release_lines(fleet: Fleet) -> list[Text]:
+    """Return a line that names the releases of servers and workers, if they are of several."""
+    found: dict[str, list[str]] = {}
+    for status in fleet.reached.values():
+        found.setdefault(status.server_version, []).append(f"shard {status.shard_index}")
+    workers = {each.worker_id: each.release for status in fleet.reached.values() for each in status.workers}
+    for release in sorted({release for release in workers.values() if release}):
+        count = sum(each == release for each in workers.values())
+        found.setdefault(release, []).append("1 worker" if count == 1 else f"{count:,} workers")
+    if len(found) < 2:
+        return []
+    shown = "; ".join(f"{release}: {', '.join(who)}" for release, who in sorted(found.items()))
+    return [cell(f"several releases at once: {shown}", "yellow")]
+
+
 def _staleness(values: list[int]) -> str:
     """Write a worker's staleness at each shard, by index."""
     if len(set(values)) == 1 or len(values) > _MOST_STALENESS_SHOWN:
@@ -162,7 +177,7 @@ def print_statuses(fleet: Fleet) -> None:
         console.print(_shard_summary(address, status))
         workers = table_of(_SHARD_WORKER_COLUMNS, status.workers) if status.workers else "no live workers"
         console.print(workers, highlight=False)
-    for line in lost_lines(fleet):
+    for line in (*lost_lines(fleet), *release_lines(fleet)):
         console.print(line, soft_wrap=True)
 
 

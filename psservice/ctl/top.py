@@ -138,6 +138,7 @@ def frame(fleet: Fleet, rates: dict[str, Rates], columns: int, lines: int | None
         *render.relay_lines(fleet),
         *render.reader_lines(fleet),
         *render.lost_lines(fleet),
+        *render.release_lines(fleet),
         *render.evicted_lines(fleet),
     ]
     hidden = 0

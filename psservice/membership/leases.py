@@ -32,6 +32,7 @@ class Member:
         interval_seconds: mean time between the worker's pushes; 0 before the second.
         first_batches: fingerprint of the worker's first batches; 0 if the worker has not sent one.
         batches_told: when the worker first sent that fingerprint.
+        release: of the worker's program, as it says; empty if it does not.
         has_no_samples: the last lease of samples was empty and the worker holds none: rounds close without the worker.
     """
 
@@ -51,6 +52,7 @@ class Member:
     interval_seconds: float = 0.0
     first_batches: int = 0
     batches_told: float = 0.0
+    release: str = ""
     has_no_samples: bool = False
 
     @property
@@ -125,11 +127,11 @@ class Leases:
                 )
             return None if member is None else self._renewed(member, now)
 
-    def grant(self, worker: Worker) -> Member:
-        """Give a worker that has joined a lease; after :meth:`require_free`."""
+    def grant(self, worker: Worker, release: str = "") -> Member:
+        """Give a worker that has joined, with a program of that release, a lease; after :meth:`require_free`."""
         with self._lock:
             now = self.clock()
-            member = Member(worker, ReplySession(self._make_rule()), 0.0, clock_moved=now)
+            member = Member(worker, ReplySession(self._make_rule()), 0.0, clock_moved=now, release=release)
             self._members[worker.identity.worker_id] = member
             return self._renewed(member, now)
 

@@ -102,7 +102,7 @@ _MOST_INNER_FIELDS = (64 << 10) + 1  # of one in it: a header has the groups of 
 
 _NAMES: Mapping[str, Mapping[str, bool]] = {
     "WorkerIdentity": {"worker_id": False, "incarnation": False, "run_id": True},
-    "JoinRequest": {"method": False},
+    "JoinRequest": {"method": False, "release": True},
     "ShardOrigin": {"checkpoint": True},
     "FinishRunRequest": {"run_id": True},
     "TakeSnapshotRequest": {"checkpoint": True},

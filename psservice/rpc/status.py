@@ -153,6 +153,7 @@ def _worker_status(shard: Shard, member: Member) -> pb.WorkerStatus:
         reply_density=member.reply_density,
         idle_seconds=max(0.0, now - member.clock_moved),
         interval_seconds=member.interval_seconds,
+        release=member.release,
     )
 
 

@@ -27,7 +27,8 @@ from pscore.wire.codecs.names import (
 from pscore.wire.dense import MessageSize, bytes_of, chunk_message, field_bytes
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.generation import epoch
-from pscore.wire.messages import PROTOCOL_VERSION, place_of
+from pscore.wire.messages import place_of
+from pscore.wire.protocol import common_protocol
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.awaiting import NotYetError
 from psservice.data_leases.codec import answer_to_message, finished_of, sample_request_of
@@ -73,11 +74,7 @@ class WorkerCalls:
     def join(self, call: Call, request: pb.JoinRequest) -> pb.JoinResponse:
         """Grant a lease; the answer may wait for the end of the name's former lease, and for a model."""
         shard = self._shard
-        if request.protocol_version != PROTOCOL_VERSION:
-            raise Rejected(
-                ErrorCode.UNKNOWN_PROTOCOL,
-                f"the worker speaks protocol {request.protocol_version}, the server {PROTOCOL_VERSION}",
-            )
+        protocol = common_protocol(request.protocol_version, request.newest_protocol_version)
         identity = identity_from_message(request.identity)
         shard.run.require_id(request.identity.run_id, may_be_empty=True)
         require_place(self._settings, place_of(request.shard_index, request.num_shards))
@@ -103,6 +100,7 @@ class WorkerCalls:
             upload=None if answer.state == pb.JOIN_STATE_UPLOAD else model_install.upload_progress(shard),
             origins=shard.state.histories.origins,
             known_shards=shard.state.histories.known(),
+            protocol_version=protocol,
         )
         answer.MergeFrom(others)
         return answer

@@ -50,7 +50,7 @@ def join(shard: Shard, identity: Identity, layout: ModelLayout, request: pb.Join
         if starts:
             model_install.require_unclaimed(shard)
         # From here on only the journal can refuse, and then the lease is not granted.
-        is_first = _grant_lease(shard, identity, frozenset(request.index_codecs or PLAIN_INDEX_CODECS))
+        is_first = _grant_lease(shard, identity, request)
         before = shard.run.method, shard.run.method_settings, shard.state.mode, shard.state.layout
         if is_new:
             shard.run.agree(request.method, method_settings)
@@ -76,17 +76,19 @@ def join(shard: Shard, identity: Identity, layout: ModelLayout, request: pb.Join
         return _answer(shard, identity, request)
 
 
-def _grant_lease(shard: Shard, identity: Identity, index_codecs: frozenset[int]) -> bool:
+def _grant_lease(shard: Shard, identity: Identity, request: pb.JoinRequest) -> bool:
     """Grant or renew a lease, and return whether it is a new one; refused, all is as before."""
     if shard.leases.require_free(identity) is not None:
         return False
     end_left_workers(shard)
-    shard.change(rec.Joined(worker=worker_of(identity), index_codecs=sorted(index_codecs)))
+    index_codecs = sorted(frozenset(request.index_codecs or PLAIN_INDEX_CODECS))
+    shard.change(rec.Joined(worker=worker_of(identity), index_codecs=index_codecs))
     worker = shard.state.workers.find(identity)
     assert worker is not None
-    shard.leases.grant(worker)
+    shard.leases.grant(worker, request.release)
     shard.metrics.joins.inc()
-    log.info("worker joined", extra={"worker": identity.worker_id, "incarnation": identity.incarnation})
+    extra = {"worker": identity.worker_id, "incarnation": identity.incarnation, "release": request.release}
+    log.info("worker joined", extra=extra)
     return True
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import grpc
 
-from pscore.wire.messages import PROTOCOL_VERSION
+from pscore.wire.protocol import NEWEST_PROTOCOL
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.packed import packed
 
@@ -165,7 +165,7 @@ def rapid_reset(attack: Attack) -> None:
 def join_of(**fields: object) -> pb.JoinRequest:
     """Return a request to join that is refused at last."""
     identity = pb.WorkerIdentity(worker_id="mallory", incarnation=str(uuid.uuid4()))
-    return pb.JoinRequest(identity=identity, protocol_version=PROTOCOL_VERSION, method="dgs", num_shards=1, **fields)  # type: ignore[arg-type]
+    return pb.JoinRequest(identity=identity, protocol_version=NEWEST_PROTOCOL, method="dgs", num_shards=1, **fields)  # type: ignore[arg-type]
 
 
 FLOODS: dict[str, Callable[[Attack], None]] = {

@@ -21,7 +21,8 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
 from pscore.wire.errors import Rejected
 from pscore.wire.layouts import pack_layout
-from pscore.wire.messages import PROTOCOL_VERSION, type_to_message
+from pscore.wire.messages import type_to_message
+from pscore.wire.protocol import NEWEST_PROTOCOL
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.awaiting import NotYetError
 from psservice.observability.metrics import Metrics
@@ -134,7 +135,7 @@ class Service:
         """Return a request to join."""
         return pb.JoinRequest(
             identity=self.identity,
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=NEWEST_PROTOCOL,
             method="dgs",
             method_settings={"update": "assign"} if self.layout.word_bytes else {"momentum": "0.7"},
             layout=pack_layout(self.layout),

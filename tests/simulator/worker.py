@@ -11,7 +11,7 @@ from pscore.wire import frames
 from pscore.wire.codecs.names import READABLE_INDEX_CODECS, READABLE_VALUE_CODECS
 from pscore.wire.errors import ErrorCode
 from pscore.wire.layouts import pack_layout
-from pscore.wire.messages import PROTOCOL_VERSION
+from pscore.wire.protocol import NEWEST_PROTOCOL
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.simulator.network import CutError, Link, RefusedError
 from tests.simulator.witness import bits, floats, require
@@ -134,7 +134,7 @@ class Worker:
             has_replica = all(each.base is not None for each in self.places)
             request = pb.JoinRequest(
                 identity=self.identity,
-                protocol_version=PROTOCOL_VERSION,
+                protocol_version=NEWEST_PROTOCOL,
                 method="dgs",
                 method_settings=self.simulation.method_settings,
                 layout=pack_layout(self.simulation.layout),

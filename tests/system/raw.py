@@ -14,7 +14,7 @@ import pytest
 
 from psclient.errors import Transient, from_rpc_error
 from pscore.wire.errors import ErrorCode, Rejected, details_of
-from pscore.wire.messages import PROTOCOL_VERSION
+from pscore.wire.protocol import NEWEST_PROTOCOL
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from tests.packed import packed
@@ -61,7 +61,7 @@ class RawWorker:
         self.version, self.has_base, self.acknowledged, self.step = 0, False, 0, 0
 
     def join_request(self, **fields: Any) -> pb.JoinRequest:
-        given = {"protocol_version": PROTOCOL_VERSION, "method": "raw", "num_shards": 1, **fields}
+        given = {"protocol_version": NEWEST_PROTOCOL, "method": "raw", "num_shards": 1, **fields}
         return pb.JoinRequest(**{"identity": self.identity, "layout": layout_of(self.size), **given})
 
     def join(self, **fields: Any) -> pb.JoinResponse:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO
 
+from verify.cluster.release_before import environment, python
 from verify.failpoint import failed_syncs, skewed_clock
 
 _START_SECONDS = 40.0
@@ -57,6 +58,7 @@ class Servers:
         told: of each shard that has started: the addresses that it listens on, by purpose.
         syncs: of each shard: the file of :mod:`verify.failpoint.failed_syncs`.
         coordinator: where the shards dial shard 0; its own address unless another one is set.
+        packages: folder from which shards that start from now on import psservice; ``None``: this repository's.
     """
 
     def __init__(self, shards: int, data_dir: Path, directory: Path, **settings: object) -> None:
@@ -71,6 +73,7 @@ class Servers:
         for syncs in self.syncs:
             failed_syncs.set_error(syncs, 0)
         self.data_dir = data_dir
+        self.packages: Path | None = None
         self.told: dict[int, dict[str, str]] = {}
         self._settings = {
             "data_dir": data_dir,
@@ -116,7 +119,7 @@ class Servers:
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
         process = self._processes[shard] = subprocess.Popen(
             [
-                sys.executable,
+                *python(self.packages),
                 "-m",
                 "verify.failpoint.serve",
                 str(self.clocks[shard]),
@@ -125,6 +128,7 @@ class Servers:
                 *flags,
             ],
             pass_fds=(write_end,),
+            env=environment(self.packages),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -3,11 +3,12 @@
 import json
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from verify.cluster.release_before import environment, python
 
 
 class TrainerFailedError(Exception):
@@ -16,7 +17,16 @@ class TrainerFailedError(Exception):
 
 class Trainer:
     def __init__(
-        self, name: str, server: str, log: Any, *, seed: int, hidden: int, pause: float, overlap: bool
+        self,
+        name: str,
+        server: str,
+        log: Any,
+        *,
+        seed: int,
+        hidden: int,
+        pause: float,
+        overlap: bool,
+        packages: Path | None,
     ) -> None:
         self.name, self.overlap = name, overlap
         self.steps = 0
@@ -27,12 +37,13 @@ class Trainer:
         options = {"server": server, "name": name, "seed": seed, "hidden": hidden, "pause": pause}
         self.process = subprocess.Popen(
             [
-                sys.executable,
+                *python(packages),
                 "-m",
                 "verify.traffic.trainer",
                 *(f"--{key}={value}" for key, value in options.items()),
                 *(["--overlap"] if overlap else []),
             ],
+            env=environment(packages),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -93,7 +104,11 @@ class Trainer:
 
 
 class Team:
-    """Trainers that are killed, stopped and replaced; see :class:`verify.failpoint.torment.Victims`."""
+    """Trainers that are killed, stopped and replaced; see :class:`verify.failpoint.torment.Victims`.
+
+    Attributes:
+        packages: folder from which trainers that begin from now on import psclient; ``None``: this repository's.
+    """
 
     def __init__(self, server: str, directory: Path, count: int, *, hidden: int, pause: float) -> None:
         """Start them; every other one overlaps."""
@@ -103,8 +118,13 @@ class Team:
         self.living: list[Trainer] = []
         self.dead: list[Trainer] = []
         self._started = 0
+        self.packages: Path | None = None
         for number in range(count):
-            self.living.append(self.begin(overlap=bool(number % 2)))
+            self.add(overlap=bool(number % 2))
+
+    def add(self, *, overlap: bool) -> None:
+        """Begin one more."""
+        self.living.append(self.begin(overlap=overlap))
 
     def begin(self, *, overlap: bool) -> Trainer:
         self._started += 1
@@ -116,6 +136,7 @@ class Team:
             hidden=self._hidden,
             pause=self._pause,
             overlap=overlap,
+            packages=self.packages,
         )
 
     def __len__(self) -> int:

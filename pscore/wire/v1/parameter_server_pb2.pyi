@@ -811,8 +811,10 @@ class JoinRequest(_message.Message):
     LOADED_FIELD_NUMBER: _builtins.int
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    NEWEST_PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
-    """Version of this protocol that the worker speaks; now 3."""
+    """The oldest version of this protocol that the worker speaks; now 3."""
     method: _builtins.str
     """Name of the training method, for instance "dgs"."""
     shard_index: _builtins.int
@@ -827,6 +829,10 @@ class JoinRequest(_message.Message):
     """How long the answer may wait, seconds: for the end of the lease of another incarnation, or, where the answer would be
     WAIT or a model older than generation_seen, for another state of this shard's model.
     """
+    newest_protocol_version: _builtins.int
+    """The newest version of this protocol that the worker speaks; 0: the oldest one alone."""
+    release: _builtins.str
+    """Release of the worker's program, for operators; empty: not told."""
     @_builtins.property
     def identity(self) -> Global___WorkerIdentity:
         """Who joins; run_id empty to accept whatever run the server has."""
@@ -869,10 +875,12 @@ class JoinRequest(_message.Message):
         loaded: Global___LoadedModel | None = ...,
         wait_seconds: _builtins.float = ...,
         layout: Global___PackedLayout | None = ...,
+        newest_protocol_version: _builtins.int = ...,
+        release: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "layout", b"layout", "loaded", b"loaded"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation_seen", b"generation_seen", "has_replica", b"has_replica", "identity", b"identity", "index_codecs", b"index_codecs", "layout", b"layout", "loaded", b"loaded", "method", b"method", "method_settings", b"method_settings", "num_shards", b"num_shards", "protocol_version", b"protocol_version", "shard_index", b"shard_index", "value_codecs", b"value_codecs", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation_seen", b"generation_seen", "has_replica", b"has_replica", "identity", b"identity", "index_codecs", b"index_codecs", "layout", b"layout", "loaded", b"loaded", "method", b"method", "method_settings", b"method_settings", "newest_protocol_version", b"newest_protocol_version", "num_shards", b"num_shards", "protocol_version", b"protocol_version", "release", b"release", "shard_index", b"shard_index", "value_codecs", b"value_codecs", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -996,6 +1004,7 @@ class JoinResponse(_message.Message):
     LOAD_REFUSED_FIELD_NUMBER: _builtins.int
     ORIGINS_FIELD_NUMBER: _builtins.int
     KNOWN_SHARDS_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     state: Global___JoinState.ValueType
     """What to do next."""
     run_id: _builtins.str
@@ -1019,6 +1028,10 @@ class JoinResponse(_message.Message):
     load_refused: _builtins.bool
     """With READY: the loaded model that the worker has told of does not take the place of the one that is here, which has
     been trained, and began as another.
+    """
+    protocol_version: _builtins.int
+    """The version of this protocol that both speak from here on: the newest that both know. 0, from releases that cannot
+    negotiate: the worker's oldest.
     """
     @_builtins.property
     def settings(self) -> Global___RunSettings:
@@ -1063,10 +1076,11 @@ class JoinResponse(_message.Message):
         load_refused: _builtins.bool = ...,
         origins: _abc.Iterable[Global___ShardOrigin] | None = ...,
         known_shards: _abc.Iterable[Global___ShardHistory] | None = ...,
+        protocol_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["settings", b"settings", "upload", b"upload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "generation", b"generation", "index_codecs", b"index_codecs", "known_shards", b"known_shards", "last_incarnation", b"last_incarnation", "last_step", b"last_step", "live_workers", b"live_workers", "load_refused", b"load_refused", "origins", b"origins", "run_id", b"run_id", "run_state", b"run_state", "settings", b"settings", "state", b"state", "upload", b"upload", "value_codecs", b"value_codecs", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "generation", b"generation", "index_codecs", b"index_codecs", "known_shards", b"known_shards", "last_incarnation", b"last_incarnation", "last_step", b"last_step", "live_workers", b"live_workers", "load_refused", b"load_refused", "origins", b"origins", "protocol_version", b"protocol_version", "run_id", b"run_id", "run_state", b"run_state", "settings", b"settings", "state", b"state", "upload", b"upload", "value_codecs", b"value_codecs", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2845,6 +2859,7 @@ class WorkerStatus(_message.Message):
     REPLY_DENSITY_FIELD_NUMBER: _builtins.int
     IDLE_SECONDS_FIELD_NUMBER: _builtins.int
     INTERVAL_SECONDS_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name."""
     incarnation: _builtins.str
@@ -2871,6 +2886,8 @@ class WorkerStatus(_message.Message):
     """Since its last push was applied, or since it joined, seconds."""
     interval_seconds: _builtins.float
     """Mean time between its pushes, seconds; 0 before the second."""
+    release: _builtins.str
+    """Release of its program; empty if it has not told."""
     def __init__(
         self,
         *,
@@ -2887,10 +2904,11 @@ class WorkerStatus(_message.Message):
         reply_density: _builtins.float = ...,
         idle_seconds: _builtins.float = ...,
         interval_seconds: _builtins.float = ...,
+        release: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle_seconds", b"idle_seconds", "incarnation", b"incarnation", "interval_seconds", b"interval_seconds", "last_step", b"last_step", "lease_remaining_seconds", b"lease_remaining_seconds", "pull_bytes", b"pull_bytes", "push_bytes", b"push_bytes", "pushes", b"pushes", "reply_density", b"reply_density", "reply_mode", b"reply_mode", "samples", b"samples", "staleness", b"staleness", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle_seconds", b"idle_seconds", "incarnation", b"incarnation", "interval_seconds", b"interval_seconds", "last_step", b"last_step", "lease_remaining_seconds", b"lease_remaining_seconds", "pull_bytes", b"pull_bytes", "push_bytes", b"push_bytes", "pushes", b"pushes", "release", b"release", "reply_density", b"reply_density", "reply_mode", b"reply_mode", "samples", b"samples", "staleness", b"staleness", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

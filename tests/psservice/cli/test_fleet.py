@@ -6,7 +6,7 @@ from pscore.wire.errors import ErrorCode
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.ctl.client import OperateError, Outcome, exit_status
 from psservice.ctl.fleet import Fleet, disagreement, saved_share
-from psservice.ctl.render import new_console
+from psservice.ctl.render import new_console, release_lines
 from psservice.ctl.top import frame, frame_plain
 
 NO_ANSWER = OperateError("b: UNAVAILABLE")
@@ -98,3 +98,18 @@ def test_a_frame_fits_its_terminal(columns, workers, lines):
     assert ("more workers" in captured.get()) == (workers > max(3, lines - 12))
     assert ("[bold]worker-0" in captured.get()) == (workers > 0), "a name is no markup"
     assert len(frame_plain(found, {})["workers"]) == workers
+
+
+def releases_said(*statuses):
+    return [line.plain for line in release_lines(fleet_of(*statuses))]
+
+
+def test_a_line_names_releases_if_there_are_several():
+    old, new, silent = (worker(release, release=release) for release in ("0.1.0", "0.2.0", ""))
+    assert releases_said(status(0, new, silent, server_version="0.2.0"), status(1, server_version="0.2.0")) == []
+    assert releases_said(status(0, server_version="0.1.0"), status(1, old, new, server_version="0.2.0")) == [
+        "several releases at once: 0.1.0: shard 0, 1 worker; 0.2.0: shard 1, 1 worker"
+    ]
+    assert releases_said(status(0, old, server_version="0.2.0")) == [
+        "several releases at once: 0.1.0: 1 worker; 0.2.0: shard 0"
+    ]

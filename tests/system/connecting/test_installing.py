@@ -15,7 +15,7 @@ import psclient.rpc.local_server
 from psclient.rpc.local_server import LocalServer
 from pscore.model.layout import ModelLayout, TensorSpec
 from pscore.wire.layouts import pack_layout
-from pscore.wire.messages import PROTOCOL_VERSION
+from pscore.wire.protocol import NEWEST_PROTOCOL
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.faults import spawner
 from tests.system.raw import TIMEOUT, N, RawWorker
@@ -64,7 +64,7 @@ def meanwhile(slow, call):
 def joins(worker):
     """How a worker's attempt to join is answered; it uploads nothing."""
     request = pb.JoinRequest(
-        identity=worker.identity, protocol_version=PROTOCOL_VERSION, method="raw", layout=LAYOUT, num_shards=1
+        identity=worker.identity, protocol_version=NEWEST_PROTOCOL, method="raw", layout=LAYOUT, num_shards=1
     )
     answer = worker.stub.Join(request, timeout=TIMEOUT)
     worker.identity.run_id, worker.generation = answer.run_id, answer.generation

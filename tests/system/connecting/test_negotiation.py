@@ -7,15 +7,17 @@ import psclient
 from psclient.errors import ConfigurationError, RefusedError
 from psclient.rpc import run
 from psclient.rpc.local_server import LocalServer
-from pscore.wire import frames
+from pscore.version import __version__
+from pscore.wire import frames, protocol
 from pscore.wire.codecs.names import PLAIN_INDEX_CODECS
-from pscore.wire.messages import PROTOCOL_VERSION
+from pscore.wire.layouts import pack_layout
+from pscore.wire.protocol import NEWEST_PROTOCOL
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psservice.process.server import Server
 from psservice.rpc import workers
 from psservice.settings import ServerSettings
-from tests.packed import packed
+from tests.psservice.service_makers import F32, layout_of
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, run_of, train_step
 
 
@@ -100,20 +102,77 @@ def test_a_worker_that_lists_nothing_is_answered_in_the_plain_codecs_or_refused(
         dgs(make_model(), running)
 
 
-@pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
-def test_a_worker_with_another_protocol_version_is_refused_with_both_numbers(version):
-    """Versions are compared for equality, so the advice promises nothing to neighbours."""
-    with LocalServer() as server, grpc.insecure_channel(server.addresses[0]) as channel:
-        stub = ParameterServerServiceStub(channel)
-        request = pb.JoinRequest(
-            identity=pb.WorkerIdentity(worker_id="w", incarnation="1"),
-            protocol_version=version,
-            method="raw",
-            layout=packed(pb.ModelLayout(parameters=[pb.TensorSpec(name="w", data_type=pb.DATA_TYPE_FLOAT32)])),
-            num_shards=1,
-        )
-        with pytest.raises(grpc.RpcError) as refused:
-            stub.Join(request, timeout=5)
-        said = refused.value.details()
-        assert f"protocol {version}, the server {PROTOCOL_VERSION}" in said
-        assert "same protocol version" in said
+OLDER, NEWER = "the worker is of the older release", "the server is of the older release"
+
+
+@pytest.fixture
+def address(server):
+    return server(workers.READABLE_INDEX_CODECS, workers.READABLE_VALUE_CODECS)
+
+
+def test_a_shard_tells_the_release_of_a_worker(address):
+    with dgs(make_model(batch_norm=False), address), grpc.insecure_channel(address) as channel:
+        (worker,) = ParameterServerServiceStub(channel).GetStatus(pb.GetStatusRequest(), timeout=5).workers
+        assert worker.release == __version__
+
+
+def join_speaking(address, oldest, newest):
+    request = pb.JoinRequest(
+        identity=pb.WorkerIdentity(worker_id="w", incarnation="1"),
+        protocol_version=oldest,
+        newest_protocol_version=newest,
+        method="raw",
+        layout=pack_layout(layout_of((3, F32))),
+        num_shards=1,
+    )
+    with grpc.insecure_channel(address) as channel:
+        return ParameterServerServiceStub(channel).Join(request, timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("worker", "served", "spoken"),
+    [
+        ((3, 0), (3, 3), 3),
+        ((3, 3), (3, 3), 3),
+        ((3, 5), (3, 3), 3),
+        ((2, 3), (3, 4), 3),
+        ((3, 6), (2, 5), 5),
+        ((4, 0), (2, 5), 4),
+    ],
+)
+def test_a_join_agrees_on_the_newest_protocol_that_both_speak(worker, served, spoken, address, monkeypatch):
+    monkeypatch.setattr(protocol, "OLDEST_PROTOCOL", served[0])
+    monkeypatch.setattr(protocol, "NEWEST_PROTOCOL", served[1])
+    assert join_speaking(address, *worker).protocol_version == spoken
+
+
+@pytest.mark.parametrize(
+    ("worker", "said"),
+    [
+        ((2, 0), f"protocol 2, the server 3 to 4: {OLDER}"),
+        ((1, 2), f"1 to 2, the server 3 to 4: {OLDER}"),
+        ((5, 0), f"protocol 5, the server 3 to 4: {NEWER}"),
+        ((5, 7), f"5 to 7, the server 3 to 4: {NEWER}"),
+    ],
+)
+def test_without_a_protocol_in_common_a_join_is_refused_with_both_ranges_and_the_side_to_upgrade(
+    worker, said, address, monkeypatch
+):
+    monkeypatch.setattr(protocol, "NEWEST_PROTOCOL", 4)
+    with pytest.raises(grpc.RpcError) as refused:
+        join_speaking(address, *worker)
+    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert said in refused.value.details()
+    assert "upgrade the older side" in refused.value.details()
+
+
+def test_a_range_of_protocols_that_ends_before_it_begins_is_a_bad_request(address):
+    with pytest.raises(grpc.RpcError) as refused:
+        join_speaking(address, 3, 2)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_worker_refuses_a_server_that_answers_in_a_protocol_which_was_not_offered(address, monkeypatch):
+    monkeypatch.setattr(workers, "common_protocol", lambda oldest, newest: newest + 1)
+    with pytest.raises(RefusedError, match=f"in protocol {NEWEST_PROTOCOL + 1}, which this"):
+        dgs(make_model(batch_norm=False), address)

@@ -10,7 +10,7 @@ import torch
 from psclient.rpc.local_server import LocalServer
 from pscore.model.layout import ModelLayout, TensorSpec
 from pscore.wire.layouts import pack_layout
-from pscore.wire.messages import PROTOCOL_VERSION
+from pscore.wire.protocol import NEWEST_PROTOCOL
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from tests.system.operating.asking import metric
@@ -43,7 +43,7 @@ class Run:
     def join(self, index):
         request = pb.JoinRequest(
             identity=self.identity,
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=NEWEST_PROTOCOL,
             method="raw",
             layout=LAYOUT,
             shard_index=index,

@@ -13,7 +13,7 @@ from psclient.errors import ConfigurationError
 from psclient.rpc.local_server import LocalServer
 from pscore.model.layout import ModelLayout, TensorSpec
 from pscore.wire.layouts import pack_layout
-from pscore.wire.messages import PROTOCOL_VERSION
+from pscore.wire.protocol import NEWEST_PROTOCOL
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.faults import spawner
 from tests.system.raw import TIMEOUT, RawWorker
@@ -33,7 +33,7 @@ class Worker(RawWorker):
     def join(self):
         request = pb.JoinRequest(
             identity=self.identity,
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=NEWEST_PROTOCOL,
             method="raw",
             method_settings={"update": "torch", "optimizer": '{"name": "SGD", "options": {"lr": 1.0}}'},
             layout=LAYOUT,

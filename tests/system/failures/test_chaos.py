@@ -6,6 +6,9 @@ import sys
 
 import pytest
 
+from verify.cluster import release_before
+from verify.cluster.release_before import NoReleaseBeforeError
+
 
 def run_chaos(output, *arguments: str) -> dict:
     words = [sys.executable, "-m", "verify", *arguments, "--workers", "3", "--output", str(output)]
@@ -58,6 +61,23 @@ def test_a_flipped_bit_is_refused_or_nothing_rests_on_it(tmp_path):
     found = run_chaos(tmp_path, "--only", "flips", "--flips", "3")
     (campaign,) = found["campaigns"]
     assert len(campaign["trials"]) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+def test_two_releases_train_together_and_take_over_each_others_data(tmp_path):
+    try:
+        release_before.require_history()
+    except NoReleaseBeforeError as error:
+        pytest.skip(str(error))
+    words = ["--only", "releases", "--kills", "18", "--workers", "2", "--output", str(tmp_path)]
+    run = subprocess.run([sys.executable, "-m", "verify", *words], capture_output=True, text=True, timeout=690)
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = json.loads((tmp_path / "chaos.json").read_text())
+    totals, faults = found["totals"], found["faults"]
+    assert totals["sent"] == totals["acknowledged"] == totals["applied"] > 0
+    assert (totals["different"], totals["compared"] > 0) == (0, True)
+    assert (faults["shards updated"], faults["shards taken back"], faults["models read"]) == (2, 1, 2)
 
 
 @pytest.mark.slow

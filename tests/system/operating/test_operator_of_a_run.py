@@ -15,7 +15,7 @@ from pscore.model.layout import Span, layout_of
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.frames import Checksum, WireForm, encode
 from pscore.wire.layouts import pack_layout
-from pscore.wire.messages import PROTOCOL_VERSION
+from pscore.wire.protocol import NEWEST_PROTOCOL
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from psservice.ctl.client import call
@@ -122,7 +122,7 @@ def test_a_model_whose_upload_a_drain_has_waited_for_is_in_its_checkpoint(tmp_pa
     layout = layout_of([("w", torch.ones(2))], [])
     identity = pb.WorkerIdentity(worker_id="uploader", incarnation="first")
     request = pb.JoinRequest(
-        protocol_version=PROTOCOL_VERSION, identity=identity, layout=pack_layout(layout), method="raw"
+        protocol_version=NEWEST_PROTOCOL, identity=identity, layout=pack_layout(layout), method="raw"
     )
     request.num_shards = 1
     [(chunk, _)] = encode(SparseSlice(Span(0, 2), None, torch.ones(2)), WireForm(), chunk_bytes=1 << 16)
