@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pscore.completion import add_completion, completion_script
 from pscore.net.flags import SERVER, add_addresses, add_security
 from pscore.streams import open_missing_streams
 from pscore.units import positive_seconds
@@ -63,11 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     merge = commands.add_parser("merge", help="join the final models of all shards into one file")
     merge.add_argument("parts", nargs="+", type=Path, metavar="PART")
     merge.add_argument("--out", type=Path, required=True, metavar="FILE")
+    add_completion(commands)
     commands.add_parser("compile", help="compile a worker's loops for this machine now, so that no first step waits")
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
 
     if options.command == "compile":
         return _compile()
+    if options.command == "completion":
+        print(completion_script(parser, options.shell))
+        return 0
 
     from psclient import settings
     from psclient.errors import SparsepsError

@@ -366,15 +366,24 @@ def load(arguments: Sequence[str], command: str = "serve") -> ServerSettings:
 
     Raises :class:`SettingsError`, and ``SystemExit`` for ``--help`` or a flag that does not exist.
     """
-    flags = CliSettingsSource[Any](
+    return ServerSettings(**_flags(command, list(arguments))())
+
+
+def flag_parser(command: str) -> argparse.ArgumentParser:
+    """Return the parser of the flags of ``serve``, ``relay`` or ``standby``."""
+    parser: argparse.ArgumentParser = _flags(command, False).root_parser
+    return parser
+
+
+def _flags(command: str, arguments: list[str] | Literal[False]) -> CliSettingsSource[Any]:
+    return CliSettingsSource[Any](
         ServerSettings,
         cli_prog_name=f"psservice {command}",
-        cli_parse_args=list(arguments),
+        cli_parse_args=arguments,
         cli_hide_none_type=True,
         add_argument_method=partial(_add_argument, command, {}),
         parse_args_method=_parse,
-    )()
-    return ServerSettings(**flags)
+    )
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:

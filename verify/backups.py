@@ -141,7 +141,7 @@ class Backups:
 
     def _command(self, *words: str) -> Any:
         """Run ``psservice checkpoint``; return what it prints, or ``None`` after a failure, which is noted."""
-        command = [sys.executable, "-m", "psservice", "checkpoint", *words, "--json"]
+        command = [sys.executable, "-m", "psservice", "checkpoint", *words, "--output=json"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False)
         if done.returncode:
             self.result.failures.append(f"checkpoint {words[0]} ended with {done.returncode}: {done.stderr}")

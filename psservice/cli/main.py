@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _health(options)
         if options.command == "compile":
             return _compile()
+        if options.command == "completion":
+            return _for_a_reader(lambda: _completion(options.shell))
         if options.command == "checkpoint":
             return _for_a_reader(lambda: _checkpoint(options, parser.error))
         return _for_a_reader(lambda: _operate(options, parser.error))
@@ -182,6 +184,14 @@ def _replay(options: argparse.Namespace) -> int:
         write_model(options.directory, options.out, version=options.to, checkpoint=options.checkpoint)
     except (StorageError, ModelFileError) as error:
         return failed("replay", error)
+    return EXIT_DONE
+
+
+def _completion(shell: str) -> int:
+    from pscore.completion import completion_script
+    from psservice.settings import flag_parser
+
+    print(completion_script(command_parser(flag_parser), shell))
     return EXIT_DONE
 
 

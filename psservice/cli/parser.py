@@ -2,9 +2,11 @@
 
 import argparse
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pscore.completion import add_completion
 from pscore.net.flags import ENDPOINTS, SERVER, add_addresses, add_security
 from pscore.units import positive_seconds, seconds_or_zero
 from pscore.version import __version__
@@ -148,19 +150,23 @@ _MORE_FLAGS: dict[str, dict[str, dict[str, Any]]] = {"finish": _YES, "restore": 
 """Flags that go with all others of a command."""
 
 
-def command_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands; ``serve`` is there for ``--help`` only."""
+def command_parser(flags_of: Callable[[str], argparse.ArgumentParser] | None = None) -> argparse.ArgumentParser:
+    """Return the parser of all commands.
+
+    ``serve``, ``relay`` and ``standby`` read their own flags, and are here for ``--help``; with ``flags_of``, which
+    returns the parser of the flags of one of them, they have their flags here too.
+    """
     parser = argparse.ArgumentParser(prog="psservice", description="A sparse parameter server for PyTorch.")
     parser.add_argument("--version", action="version", version=f"psservice {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("serve", help="run a server (see psservice serve --help)")
+    serve = "run a server (see psservice serve --help)"
     relay = "serve another server's versions to readers: psservice relay --of HOST:PORT, with the flags of serve"
-    commands.add_parser("relay", help=relay)
     standby = (
         "stand by for another server, with its journal, and serve in its place once told to: psservice standby --of "
         "HOST:PORT, with the flags of serve"
     )
-    commands.add_parser("standby", help=standby)
+    for name, what in (("serve", serve), ("relay", relay), ("standby", standby)):
+        commands.add_parser(name, help=what, parents=[flags_of(name)] if flags_of else [], add_help=flags_of is None)
     form = argparse.RawDescriptionHelpFormatter
     for name, (what, seconds) in _COMMANDS.items():
         description = f"{what[0].upper()}{what[1:]}."
@@ -183,6 +189,7 @@ def command_parser() -> argparse.ArgumentParser:
     target.add_argument("--to", type=_version, metavar="VERSION", help="version of each shard (default: the last)")
     target.add_argument("--checkpoint", default="", metavar="ID", help="checkpoint instead of a version")
     replay.add_argument("--out", type=Path, required=True, metavar="FILE", help="safetensors file to write")
+    add_completion(commands)
     commands.add_parser("compile", help="compile a server's loops for this machine now, so that no first push waits")
     return parser
 
@@ -207,7 +214,12 @@ def _add_checkpoint(commands: Any) -> None:
     where = "the servers' --data-dir, without the folders of the shards"
     act.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help=where)
     act.add_argument("--shard", type=_count, metavar="I", help="of this shard only, for a machine that serves one")
-    act.add_argument("--json", action="store_true", help="print JSON")
+    _add_output(act)
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    forms = ("table", "json", "yaml")
+    parser.add_argument("-o", "--output", choices=forms, default="table", help="print tables and words, JSON or YAML")
 
 
 def _add_flags(parser: argparse.ArgumentParser, name: str, seconds: float) -> None:
@@ -219,7 +231,7 @@ def _add_flags(parser: argparse.ArgumentParser, name: str, seconds: float) -> No
         parser.add_argument(
             "--from", dest="store", type=_name, metavar="URL", help=f"ask no server, but a store: {_STORE}"
         )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    _add_output(parser)
     add_security(parser)
     help_ = f"deadline of each call (default {seconds:g})"
     parser.add_argument("--timeout", type=positive_seconds, default=seconds, metavar="SECONDS", help=help_)

@@ -1,6 +1,5 @@
 """``psservice checkpoint``: backups, which are checkpoints in a store (``--to``, ``--from``)."""
 
-import json
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -62,8 +61,8 @@ def export(clients: ShardClients, options: Namespace) -> int:
     manifest = exporting.manifest_of(shards, checkpoint, time.time())
     exporting.commit(store, manifest)
     removed = _remove_expired(store, manifest, options.keep, options.keep_days)
-    if options.json:
-        print(json.dumps({**_plain(manifest, store), "removed": removed}, indent=2))
+    if options.output != "table":
+        render.print_plain({**_plain(manifest, store), "removed": removed}, options.output)
         return EXIT_DONE
     render.say(
         f"checkpoint {checkpoint} of {manifest.num_shards} shards is at {store.where(checkpoint)}: "
@@ -85,7 +84,7 @@ def show_verified(clients: ShardClients, options: Namespace) -> int:
     if isinstance(shards, list):
         return nothing_done(fleet, shards, "the checkpoint is not verified", options)
     manifest = exporting.manifest_of(shards, options.checkpoint, time.time())
-    if not options.json:
+    if options.output == "table":
         render.say(f"verified: {human_bytes(manifest.total_bytes)} at {manifest.num_shards} shards")
     return EXIT_DONE
 
@@ -105,9 +104,9 @@ def list_stored(options: Namespace) -> int:
         else:
             found.append(manifest)
     found.sort(key=lambda each: each.exported_unix_seconds)
-    if options.json:
+    if options.output != "table":
         unusable = [{"checkpoint": name, "error": why} for name, why in broken]
-        print(json.dumps({"backups": [_plain(each, store) for each in found], "unusable": unusable}, indent=2))
+        render.print_plain({"backups": [_plain(each, store) for each in found], "unusable": unusable}, options.output)
         return EXIT_DONE
     if found:
         columns = (
@@ -137,8 +136,8 @@ def show_stored(options: Namespace) -> int:
     manifest = store.require(options.checkpoint)
     if options.verify:
         _parallel(lambda index: check_files(store, manifest, index), range(manifest.num_shards), _MOST_THREADS)
-    if options.json:
-        print(json.dumps({**_plain(manifest, store), "verified": options.verify}, indent=2))
+    if options.output != "table":
+        render.print_plain({**_plain(manifest, store), "verified": options.verify}, options.output)
         return EXIT_DONE
     render.say(
         f"checkpoint {manifest.checkpoint} of run {manifest.run_id or '–'}, {manifest.method or 'no method yet'}"
@@ -169,8 +168,8 @@ def delete_stored(options: Namespace) -> int:
     if not agreed(f"Deletes {store.where(checkpoint)} ({what}).", options):
         return EXIT_REFUSED
     store.delete(checkpoint)
-    if options.json:
-        print(json.dumps({"checkpoint": checkpoint, "deleted": store.where(checkpoint)}, indent=2))
+    if options.output != "table":
+        render.print_plain({"checkpoint": checkpoint, "deleted": store.where(checkpoint)}, options.output)
     else:
         render.say(f"{store.where(checkpoint)} deleted")
     return EXIT_DONE
@@ -189,12 +188,12 @@ def import_stored(options: Namespace) -> int:
         shards = range(options.shard, options.shard + 1)
     folders = import_backup(store, manifest, options.data_dir, shards)
     versions = [manifest.shards[index].version for index in shards]
-    if options.json:
+    if options.output != "table":
         rows = [
             {"shard_index": index, "version": version, "path": str(folder)}
             for index, version, folder in zip(shards, versions, folders, strict=True)
         ]
-        print(json.dumps({**_plain(manifest, store), "imported": rows}, indent=2))
+        render.print_plain({**_plain(manifest, store), "imported": rows}, options.output)
         return EXIT_DONE
     for index, version, folder in zip(shards, versions, folders, strict=True):
         render.say(f"shard {index}: version {version}: {folder}")

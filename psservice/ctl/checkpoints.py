@@ -1,6 +1,5 @@
 """``psservice checkpoint``: the checkpoints that shards keep, on their disks."""
 
-import json
 import time
 from argparse import Namespace
 from collections import defaultdict
@@ -37,9 +36,9 @@ def list_kept(clients: ShardClients, options: Namespace) -> int:
     fleet = read_fleet(clients)
     outcomes = ask_all(clients, fleet, "ListCheckpoints", pb.ListCheckpointsRequest())
     rows, indices = _rows(fleet, outcomes), [each.shard_index for each in fleet.reached.values()]
-    if options.json:
+    if options.output != "table":
         failed = plain([each for each in outcomes if each.error is not None])
-        print(json.dumps({"checkpoints": rows, "failed": failed}, indent=2))
+        render.print_plain({"checkpoints": rows, "failed": failed}, options.output)
     elif rows:
         columns = (
             render.Column("checkpoint", lambda row: render.cell(row["checkpoint"] or _of_one(row)), True),
@@ -64,9 +63,9 @@ def show(clients: ShardClients, options: Namespace) -> int:
     outcomes = ask_all(clients, fleet, "ListCheckpoints", pb.ListCheckpointsRequest())
     found = [row for row in _rows(fleet, outcomes) if row["checkpoint"] == options.checkpoint]
     missing = [*_indices_without(found, fleet)]
-    if options.json:
+    if options.output != "table":
         failed = plain([each for each in outcomes if each.error is not None])
-        print(json.dumps({"checkpoints": found, "failed": failed}, indent=2))
+        render.print_plain({"checkpoints": found, "failed": failed}, options.output)
     elif found:
         (row,) = found
         render.say(f"checkpoint {row['checkpoint']} of run {_run_of(fleet) or '–'}, kept {_kept(row)}")

@@ -1,6 +1,5 @@
 """Operators' commands. Each reads the fleet's status first, acts, prints, and returns its exit status."""
 
-import json
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,8 +32,8 @@ def _show(
     clients: ShardClients, options: Namespace, plain: Callable[[Fleet], object], show: Callable[[Fleet], None]
 ) -> int:
     fleet = read_fleet(clients)
-    if options.json:
-        print(json.dumps(plain(fleet), indent=2))
+    if options.output != "table":
+        render.print_plain(plain(fleet), options.output)
     elif fleet.reached:
         show(fleet)
     render.say_errors(fleet.shards)
@@ -104,8 +103,8 @@ def _report_restore(checked: Sequence[Outcome], fleet: Fleet, options: Namespace
     unable = [each for each in checked if each.error is not None]
     if unable:
         return nothing_done(fleet, unable, "no shard could be taken back", options)
-    if options.json:
-        print(json.dumps(plain(checked), indent=2))
+    if options.output != "table":
+        render.print_plain(plain(checked), options.output)
         return exit_status(checked)
     for each in checked:
         now = fleet.reached[each.address].version
@@ -163,8 +162,8 @@ def ask_all(clients: ShardClients, fleet: Fleet, rpc: str, request: Message) -> 
 
 def nothing_done(fleet: Fleet, unable: Sequence[Outcome], what: str, options: Namespace) -> int:
     """Report the shards that cannot do it, without which nothing is done."""
-    if options.json:
-        print(json.dumps(plain(unable), indent=2))
+    if options.output != "table":
+        render.print_plain(plain(unable), options.output)
     render.say_errors(unable)
     render.say(f"{what}: it takes all {len(fleet.shards)} shards", failed=True)
     return exit_status(unable)
@@ -183,14 +182,14 @@ def report(
     unknown = unknown or {}
     strange = [each for each in outcomes if each.error is not None and each.error.reason in unknown]
     counted = [each for each in outcomes if each not in strange] or outcomes
-    if options.json:
-        print(json.dumps(plain(outcomes), indent=2))
+    if options.output != "table":
+        render.print_plain(plain(outcomes), options.output)
     else:
         for each in counted:
             if each.error is None:
                 render.say(f"{each.address}: {words(each.answer)}")
     render.say_errors(counted)
-    if not options.json and counted is not outcomes:
+    if options.output == "table" and counted is not outcomes:
         for each in strange:
             render.say(f"{each.address}: {' '.join(unknown.values())}")
     return exit_status(counted)

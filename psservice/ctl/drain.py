@@ -1,6 +1,5 @@
 """``psservice drain``: close shards before maintenance of their machines, take a last checkpoint, perhaps end them."""
 
-import json
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -37,10 +36,10 @@ def drain(clients: ShardClients, options: Namespace) -> int:
         _Result(closed.get(shard.address, shard), snapshots.get(shard.address), stopped.get(shard.address))
         for shard in fleet.shards
     ]
-    if options.json:
-        print(json.dumps([each.plain() for each in results], indent=2))
+    if options.output != "table":
+        render.print_plain([each.plain() for each in results], options.output)
     for each in results:
-        if each.error is not None or not options.json:
+        if each.error is not None or options.output == "table":
             render.say(each.words(), failed=each.error is not None)
     if any(each.is_late for each in results):
         return EXIT_PARTIAL

@@ -20,7 +20,7 @@ Rates = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A worker over all shards that answered; the fields are those of ``--json``.
+    """A worker over all shards that answered; the fields are those of ``--output json``.
 
     ``staleness`` is that of the last push, by shard index; ``missing_shards`` answered and have no lease of the worker.
     """

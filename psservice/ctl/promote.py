@@ -1,6 +1,5 @@
 """``psservice promote``: have standbys serve in the place of the server that they stand by for."""
 
-import json
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -34,11 +33,11 @@ def promote(clients: ShardClients, options: Namespace) -> int:
         render.say_errors(refused)
         return exit_status(asked)
     serving = _await(clients, standbys)
-    if options.json:
-        print(json.dumps([render.outcome_plain(each) for each in serving], indent=2))
+    if options.output != "table":
+        render.print_plain([render.outcome_plain(each) for each in serving], options.output)
     late = [each for each in serving if each.error is not None or each.answer.HasField("standby")]
     for each in serving:
-        if each not in late and not options.json:
+        if each not in late and options.output == "table":
             render.say(f"{each.address}: serves shard {each.answer.shard_index} at version {each.answer.version}")
     for each in late:
         render.say(f"{each.address}: does not serve yet: see its log, and psservice status", failed=True)

@@ -1,10 +1,12 @@
 """Tables and lines for people, plain values for programs."""
 
 import dataclasses
+import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import yaml
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -168,6 +170,14 @@ def range_of(values: Sequence[int]) -> str:
     """Write the lowest and the highest of these numbers, or the number that all of them are."""
     low, high = min(values), max(values)
     return str(low) if low == high else f"{low}–{high}"
+
+
+def print_plain(value: object, form: str, *, of_several: bool = False) -> None:
+    """Print plain values as ``json`` or ``yaml``; one document of several is a line of JSON, or begins with ``---``."""
+    if form == "yaml":
+        print(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, explicit_start=of_several), end="", flush=True)
+    else:
+        print(json.dumps(value, indent=None if of_several else 2), flush=True)
 
 
 def print_statuses(fleet: Fleet) -> None:

@@ -1,7 +1,6 @@
 """``psservice top``: the status of running shards again and again."""
 
 import dataclasses
-import json
 import os
 import select
 import sys
@@ -37,8 +36,8 @@ def top(clients: ShardClients, options: Namespace) -> int:
     Rates are those between two statuses, so a single frame takes ``--interval-seconds`` too.
     """
     try:
-        if options.json and not options.once:
-            return _stream(clients, options.interval_seconds)
+        if options.output != "table" and not options.once:
+            return _stream(clients, options.interval_seconds, options.output)
         if options.once or not sys.stdout.isatty():
             return _single(clients, options)
         return _live(clients, options.interval_seconds)
@@ -52,8 +51,8 @@ def _single(clients: ShardClients, options: Namespace) -> int:
         time.sleep(options.interval_seconds)
         fleet = read_fleet(clients)
     rates = fleet.rates(before)
-    if options.json:
-        print(json.dumps(frame_plain(fleet, rates)))
+    if options.output != "table":
+        render.print_plain(frame_plain(fleet, rates), options.output, of_several=True)
     else:
         console = render.new_console()
         console.print(frame(fleet, rates, console.width))
@@ -61,12 +60,12 @@ def _single(clients: ShardClients, options: Namespace) -> int:
     return exit_status(fleet.shards)
 
 
-def _stream(clients: ShardClients, interval_seconds: float) -> int:
+def _stream(clients: ShardClients, interval_seconds: float, form: str) -> int:
     before = read_fleet(clients)
     while True:
         time.sleep(interval_seconds)
         fleet = read_fleet(clients)
-        print(json.dumps(frame_plain(fleet, fleet.rates(before))), flush=True)
+        render.print_plain(frame_plain(fleet, fleet.rates(before)), form, of_several=True)
         before = fleet
 
 

@@ -1,4 +1,4 @@
-"""Messages as plain values, for ``--json`` and the status page."""
+"""Messages as plain values, for ``--output json`` and the status page."""
 
 from typing import Any
 

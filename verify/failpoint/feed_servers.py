@@ -87,7 +87,7 @@ class FeedServersFaults:
         target = self._target(before.version)
         restore = Restore(time.monotonic(), before.generation, target[0] == "--version")
         self._feeds.restores.append(restore)
-        command = [sys.executable, "-m", "psservice", "restore", *self._servers.addresses, "--json", *target]
+        command = [sys.executable, "-m", "psservice", "restore", *self._servers.addresses, "--output=json", *target]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         if self._rng.random() < _KILL_IN_RESTORE_SHARE:
             self._feeds.pause(*_IN_RESTORE_SECONDS)
@@ -112,7 +112,7 @@ class FeedServersFaults:
         return ["--version", str(max(0, version - self._rng.randrange(_MOST_BACK)))]
 
     def _checkpoints(self) -> list[str]:
-        command = [sys.executable, "-m", "psservice", "checkpoint", "list", *self._servers.addresses, "--json"]
+        command = [sys.executable, "-m", "psservice", "checkpoint", "list", *self._servers.addresses, "--output=json"]
         said = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_COMMAND_SECONDS).stdout
         rows = json.loads(said)["checkpoints"]
         whole = [row for row in rows if row["checkpoint"] and len(row["versions"]) == self._shards]

@@ -99,7 +99,7 @@ def test_tokens_decide_who_does_what(tokens, tmp_path, monkeypatch, capsys):
             assert "secret" not in str(refused.value)
         monkeypatch.setenv("PSCLIENT_TOKEN", "secret-of-readers")
         assert psclient.download(server.server)
-        assert main(["status", server.addresses[0], "--json"]) == 0
+        assert main(["status", server.addresses[0], "--output=json"]) == 0
         assert json.loads(capsys.readouterr().out)[0]["version"] == 4
         for command in (
             ["finish"],

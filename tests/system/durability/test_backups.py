@@ -88,7 +88,7 @@ def command(capsys, *words):
 
 
 def done(capsys, *words):
-    code, printed = command(capsys, *words, "--json")
+    code, printed = command(capsys, *words, "--output=json")
     assert code == 0, printed.err
     return json.loads(printed.out)
 

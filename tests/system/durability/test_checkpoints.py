@@ -39,7 +39,7 @@ def run(capsys, *words):
 
 
 def listed(capsys, server):
-    code, printed = run(capsys, "checkpoint", "list", server.server, "--json")
+    code, printed = run(capsys, "checkpoint", "list", server.server, "--output=json")
     assert code == 0
     return {each["checkpoint"]: each for each in json.loads(printed.out)["checkpoints"] if each["checkpoint"]}
 
@@ -160,7 +160,7 @@ def test_drain_and_stop_leaves_one_snapshot_of_its_version(tmp_path, capsys):
         model = make_model(batch_norm=False)
         optimizer = psclient.ASGD(model.parameters(), lr=0.1, model=model, server=server.server, settings=QUICK)
         train_step(model, optimizer, *make_data())
-        code, printed = run(capsys, "drain", "--stop", server.server, "--json")
+        code, printed = run(capsys, "drain", "--stop", server.server, "--output=json")
         assert code == 0
         checkpoint = json.loads(printed.out)[0]["snapshot"]["checkpoint"]
         assert server.processes[0].wait(60) == 0

@@ -91,7 +91,7 @@ def test_every_version_can_be_had_again_and_a_rollback_is_followed(tmp_path, cap
                 train_step(model, optimizer, *make_data())
                 seen[step] = state(model)
                 if step == 4:
-                    assert main(["checkpoint", "create", server.addresses[0], "--json"]) == 0
+                    assert main(["checkpoint", "create", server.addresses[0], "--output=json"]) == 0
             checkpoint = json.loads(capsys.readouterr().out)[0]["checkpoint"]
             for version, expected in seen.items():
                 out = tmp_path / f"{version}.safetensors"
@@ -149,7 +149,7 @@ def test_a_checkpoint_of_two_shards_starts_four(tmp_path, capsys):
         with optimize(model, server) as optimizer:
             for _ in range(3):
                 train_step(model, optimizer, *make_data(dtype=torch.bfloat16))
-        assert main(["checkpoint", "create", "--json", *server.addresses]) == 0
+        assert main(["checkpoint", "create", "--output=json", *server.addresses]) == 0
         (checkpoint,) = {answer["checkpoint"] for answer in json.loads(capsys.readouterr().out)}
         expected = psclient.download(server.server)
     with LocalServer(4, init=tmp_path / "two", init_checkpoint=checkpoint, data_dir=tmp_path / "four") as server:

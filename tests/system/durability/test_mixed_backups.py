@@ -179,7 +179,7 @@ def test_kills_raise_no_alarm(run, capsys, caplog):
 def test_a_restore_of_all_shards_raises_no_alarm(run, capsys, caplog):
     run.train_until_known()
     capsys.readouterr()
-    assert main(["checkpoint", "create", *run.server.addresses, "--json"]) == 0
+    assert main(["checkpoint", "create", *run.server.addresses, "--output=json"]) == 0
     checkpoint = json.loads(capsys.readouterr().out)[0]["checkpoint"]
     run.train_until_known()
     assert main(["restore", "--checkpoint", checkpoint, *run.server.addresses]) == 0
@@ -218,7 +218,7 @@ def test_copies_of_one_checkpoint_raise_no_alarm(run, tmp_path, capsys, caplog):
 
 def test_one_lost_shard_and_a_named_checkpoint_take_all_shards_to_one_moment(run, tmp_path, capsys):
     run.train_until_known()
-    assert main(["checkpoint", "create", *run.server.addresses, "--name", "nightly", "--json"]) == 0
+    assert main(["checkpoint", "create", *run.server.addresses, "--name", "nightly", "--output=json"]) == 0
     path = json.loads(capsys.readouterr().out)[1]["path"]
     folder = tmp_path / "backup" / "shard-1-of-2" / "snapshots"
     shutil.copytree(path, folder / path.rsplit("/", 1)[1])

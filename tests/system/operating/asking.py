@@ -33,7 +33,7 @@ def run(capsys, *words):
 
 
 def run_json(capsys, *words):
-    code, printed = run(capsys, *words, "--json")
+    code, printed = run(capsys, *words, "--output=json")
     return code, json.loads(printed.out)
 
 

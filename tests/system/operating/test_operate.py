@@ -43,7 +43,7 @@ def test_status_in_words_and_as_json():
         assert words.returncode == 0, words.stderr
         assert "worker-a" in words.stdout
         assert "0 of 2, on cpu" in words.stdout
-        shards = json.loads(run("status", *server.addresses, "--json").stdout)
+        shards = json.loads(run("status", *server.addresses, "--output=json").stdout)
         assert [shard["version"] for shard in shards] == [3, 3]
         assert [shard["shard_index"] for shard in shards] == [0, 1]
         assert shards[0]["method"] == "dgs"

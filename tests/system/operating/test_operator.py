@@ -68,7 +68,16 @@ def test_a_frame_of_top_has_shards_rates_and_workers(two_shards, worker, capsys)
 
 
 def test_top_goes_on_line_by_line_until_it_is_interrupted(two_shards):
-    command = [sys.executable, "-m", "psservice", "top", two_shards.server, "--json", "--interval-seconds", "0.1"]
+    command = [
+        sys.executable,
+        "-m",
+        "psservice",
+        "top",
+        two_shards.server,
+        "--output=json",
+        "--interval-seconds",
+        "0.1",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
     try:
         frames = [json.loads(process.stdout.readline()) for _ in range(2)]
@@ -169,7 +178,11 @@ def test_what_is_no_server_and_a_token_that_cannot_be_sent_are_said(two_shards, 
 
 def test_output_that_nobody_reads_or_no_terminal_can_show_is_no_traceback(two_shards):
     command = [sys.executable, "-m", "psservice"]
-    for words in (["status", "--json"], ["workers", "--json"], ["top", "--once", "--interval-seconds", "0.1"]):
+    for words in (
+        ["status", "--output=json"],
+        ["workers", "--output=json"],
+        ["top", "--once", "--interval-seconds", "0.1"],
+    ):
         read_end, write_end = os.pipe()
         os.close(read_end)
         with os.fdopen(write_end, "wb") as unread:
@@ -188,7 +201,7 @@ def test_output_that_nobody_reads_or_no_terminal_can_show_is_no_traceback(two_sh
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
 def test_output_that_cannot_be_written_has_a_message_and_a_status(two_shards):
-    for words in (["status"], ["status", "--json"], ["top", "--once", "--interval-seconds", "0.1"]):
+    for words in (["status"], ["status", "--output=json"], ["top", "--once", "--interval-seconds", "0.1"]):
         with open("/dev/full", "wb") as full:
             ended = subprocess.run(
                 [sys.executable, "-m", "psservice", *words, two_shards.server],
@@ -201,7 +214,7 @@ def test_output_that_cannot_be_written_has_a_message_and_a_status(two_shards):
 
 
 def test_json_stays_json_where_stderr_is_closed(two_shards):
-    command = [sys.executable, "-m", "psservice", "evict", "nobody", two_shards.server, "--json"]
+    command = [sys.executable, "-m", "psservice", "evict", "nobody", two_shards.server, "--output=json"]
     ended = subprocess.run(
         ["sh", "-c", 'exec "$@" 2>&-', "sh", *command],
         stdout=subprocess.PIPE, text=True, timeout=60,

@@ -36,7 +36,7 @@ def is_alive(pid):
 
 def run_json(capsys, *words):
     capsys.readouterr()
-    code = cli.main([*words, "--json"])
+    code = cli.main([*words, "--output=json"])
     return code, json.loads(capsys.readouterr().out)
 
 

@@ -50,7 +50,7 @@ def settings_of(client, **others):
 
 
 def status_of(server, capsys, *options):
-    assert main(["status", "--json", *server.addresses, *options]) == 0
+    assert main(["status", "--output=json", *server.addresses, *options]) == 0
     return json.loads(capsys.readouterr().out)
 
 

@@ -161,7 +161,7 @@ def kill(server: LocalServer) -> None:
 
 def status(server: LocalServer, capsys: Any, index: int = 0) -> dict[str, Any]:
     capsys.readouterr()
-    assert main(["status", "--json", server.addresses[index]]) == 0
+    assert main(["status", "--output=json", server.addresses[index]]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     return found
 
