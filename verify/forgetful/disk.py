@@ -44,7 +44,8 @@ class ForgetfulDisk:
         path.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._ordering = threading.Lock()
-        self._said: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._cuts: queue.Queue[Cut] = queue.Queue()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "verify.forgetful.filesystem", str(path), str(seed)],
             stdin=subprocess.PIPE,
@@ -52,10 +53,10 @@ class ForgetfulDisk:
             text=True,
             start_new_session=True,
         )
-        self._ear = threading.Thread(target=self._write_down, daemon=True)
+        self._ear = threading.Thread(target=self._hear, daemon=True)
         self._ear.start()
         try:
-            self._await_mount()
+            self._await_answer()
         except BaseException:
             self.close()
             raise
@@ -63,36 +64,30 @@ class ForgetfulDisk:
     def arm(self, victim: int, after: int = -1) -> None:
         """Cut the power at a later change, behind so many more, or at none if negative.
 
-        The process of the id ``victim`` is killed with any cut, before the call that is cut returns.
+        The process of the id ``victim``, if it is not 0, is killed with any cut, before the call that is cut returns.
         """
         self._order("arm", victim=victim, after=after)
 
     def disarm(self) -> Cut | None:
         """Cut at no change that comes from now on, and kill nobody; return the cut that came before."""
-        self._order("disarm")
-        said = self._hear()
-        if "cut" not in said:
-            return None
-        self._hear()
-        return _cut(said)
+        self.arm(0)
+        return None if self._cuts.empty() else self._cuts.get()
 
     def await_cut(self, seconds: float) -> Cut:
         """Wait until an armed cut has come; after so many seconds cut at whatever is being done."""
         try:
-            return _cut(self._said.get(timeout=seconds))
+            return self._cuts.get(timeout=seconds)
         except queue.Empty:
-            self._order("cut")
-            return _cut(self._hear())
+            return self.cut()
 
     def cut(self) -> Cut:
-        """Cut the power now, unless an armed cut has come before."""
+        """Cut the power now, unless an armed cut has come before; return the cut."""
         self._order("cut")
-        return self.await_cut(_ANSWER_SECONDS)
+        return self._cuts.get()
 
     def come_back(self, kind: Kind) -> None:
-        """Mount again what the disk has kept; no process may have a file open. ``kind`` holds for the next cut."""
+        """Have what the disk has kept; no process may have a file open. ``kind`` holds for the next cut."""
         self._order("come back", kind=kind)
-        self._await_mount()
 
     def close(self) -> None:
         """Unmount, and end the process."""
@@ -110,25 +105,24 @@ class ForgetfulDisk:
         self.close()
 
     def _order(self, order: str, **more: object) -> None:
+        """Give an order, and wait until it is done."""
         assert self._process.stdin is not None
         with self._ordering:
             self._process.stdin.write(json.dumps({"order": order, **more}) + "\n")
             self._process.stdin.flush()
+            self._await_answer()
 
-    def _await_mount(self) -> None:
-        said = self._hear()
-        if "mounted" not in said:
-            raise NoForgetfulDiskError(said.get("refused", f"the file system said {said}"))
+    def _await_answer(self) -> None:
+        answer = self._answers.get(timeout=_ANSWER_SECONDS)
+        if "refused" in answer:
+            raise NoForgetfulDiskError(answer["refused"])
 
-    def _hear(self) -> dict[str, Any]:
-        return self._said.get(timeout=_ANSWER_SECONDS)
-
-    def _write_down(self) -> None:
+    def _hear(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self._said.put(json.loads(line))
-        self._said.put({"refused": "the file system's process has ended"})
-
-
-def _cut(said: dict[str, Any]) -> Cut:
-    return Cut(said["cut"], said["at"])
+            said: dict[str, Any] = json.loads(line)
+            if "cut" in said:
+                self._cuts.put(Cut(said["cut"], said["at"]))
+            else:
+                self._answers.put(said)
+        self._answers.put({"refused": "the file system's process has ended"})

@@ -26,7 +26,6 @@ _DETACH = 2  # of umount2(2)
 _BLOCK_BYTES = 4096
 _BLOCKS, _ROOM = 1 << 20, ("f_blocks", "f_bfree", "f_bavail")
 _HELD_SHARE = 0.5  # of cuts during a sync: what is synced has just reached the disk
-_CACHED_SECONDS = 3600  # the kernel may keep names and sizes: all changes come through this mount
 
 
 class Power:
@@ -49,12 +48,6 @@ class Power:
         with self.lock:
             self._victim, self._left = victim, after
 
-    def disarm(self) -> None:
-        """Cut at no change that comes from now on."""
-        with self.lock:
-            self._victim, self._left = 0, -1
-            self._tell(disarmed=True)
-
     def change(self, what: str, node: Node | None = None) -> bool:
         """Count a change that is about to be made; return whether the power is cut at it.
 
@@ -69,17 +62,21 @@ class Power:
             return False
         if node is not None and self._rng.random() < _HELD_SHARE:
             self.tree.sync(node)
-        self.cut(what)
+        self._cut(what)
         return True
 
-    def cut(self, what: str) -> None:
-        """Cut the power now."""
+    def cut_now(self) -> None:
+        """Cut the power, unless it is cut."""
         with self.lock:
-            self._left, self.is_cut = -1, True
-            if self._victim:
-                with suppress(ProcessLookupError):
-                    os.kill(self._victim, signal.SIGKILL)
-            self._tell(cut=what, at=time.monotonic())
+            if not self.is_cut:
+                self._cut("any moment")
+
+    def _cut(self, what: str) -> None:
+        self._left, self.is_cut = -1, True
+        if self._victim:
+            with suppress(ProcessLookupError):
+                os.kill(self._victim, signal.SIGKILL)
+        self._tell(cut=what, at=time.monotonic())
 
     def come_back(self, kind: Kind) -> None:
         """Lose what the disk has not kept, and serve again."""
@@ -256,53 +253,42 @@ def why_not() -> str:
 
 
 class _Server:
-    """Mounts again and again until it is told to end."""
+    """Serves the tree at a directory until its orders end."""
 
     def __init__(self, path: Path, seed: int) -> None:
         self._path = path
         self._power = Power(Tree(), random.Random(seed), self._tell)
-        self._ends = False
         self._telling = threading.Lock()
 
     def run(self) -> None:
-        """Serve; to be called by the main thread."""
+        """Mount and serve; to be called by the main thread. The mount stays over all cuts, since others may copy it."""
         import mfusepy
 
         threading.Thread(target=self._take_orders, daemon=True).start()
-        while not self._ends:
-            mfusepy.FUSE(
-                _operations(self._power, lambda: self._tell(mounted=True)),
-                str(self._path),
-                foreground=True,
-                nothreads=True,
-                use_ino=True,
-                fsname="forgetful",
-                entry_timeout=_CACHED_SECONDS,
-                attr_timeout=_CACHED_SECONDS,
-            )
+        mfusepy.FUSE(
+            _operations(self._power, lambda: self._tell(mounted=True)),
+            str(self._path),
+            foreground=True,
+            nothreads=True,
+            use_ino=True,
+            fsname="forgetful",
+            entry_timeout=0,  # a cut changes names and sizes behind the kernel's back
+            attr_timeout=0,
+        )
 
     def _take_orders(self) -> None:
         for line in sys.stdin:
             order: dict[str, Any] = json.loads(line)
             what = order.pop("order")
-            if what == "arm":
-                self._power.arm(**order)
-            elif what == "disarm":
-                self._power.disarm()
-            elif what == "cut":
-                with self._power.lock:
-                    if not self._power.is_cut:
-                        self._power.cut("any moment")
-            elif what == "come back":
+            if what == "come back":
                 self._power.come_back(**order)
-                self._unmount()
-        self._ends = True
-        self._unmount()
-
-    def _unmount(self) -> None:
-        if ctypes.CDLL(None, use_errno=True).umount2(os.fsencode(self._path), _DETACH):
-            number = ctypes.get_errno()
-            self._tell(refused=f"cannot unmount {self._path}: {os.strerror(number)}")
+            elif what == "arm":
+                self._power.arm(**order)
+            else:
+                self._power.cut_now()
+            self._tell(done=what)
+        ctypes.CDLL(None).umount2(os.fsencode(self._path), _DETACH)
+        os._exit(0)  # a copy of the mount in another namespace would keep libfuse going
 
     def _tell(self, **what: Any) -> None:
         with self._telling:
