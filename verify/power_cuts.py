@@ -42,8 +42,8 @@ _SLACK_SECONDS = 2.0  # for the thread that syncs, on a busy machine
 _SNAPSHOT_SECONDS = 0.4
 _CALL_SECONDS = 30.0
 _STOP_SHARE, _CHECKPOINT_SHARE, _START_SHARE = 0.06, 0.3, 0.25
-_CHANGES, _CHECKPOINT_CHANGES, _START_CHANGES = 600, 30, 40  # within which a cut comes
-_MOST_SECONDS = 3.0
+_CHANGES, _CHECKPOINT_CHANGES, _START_CHANGES = 250, 30, 40  # within which a cut comes
+_MOST_SECONDS = 2.0
 _STOP_SECONDS = 30.0
 
 

@@ -12,9 +12,9 @@ import sys
 import pytest
 import torch
 
+from psclient.reader.directory_sink import DirectorySink
 from pscore import files
 from pscore.model import modelfile
-from psclient.reader.directory_sink import DirectorySink
 from tests.psclient.reader.sink_makers import (
     LAYOUT,
     buffers_of,
