@@ -46,7 +46,7 @@ class Resent(NamedTuple):
 
 
 class _Answered(NamedTuple):
-    """A push at its version; ``at`` is when its first answer came."""
+    """A push at its version; ``at`` is when its first answer came, minus infinity once a cut has left the push there."""
 
     push: Push
     at: float
@@ -122,7 +122,7 @@ class Timeline:
             else:
                 missing = min({*range(1, last.version + 1)} - self._known.keys())
                 self._twice(f"version {missing} of {last.version} is nobody's")
-            self._drop_above(last.version)
+            self._settle(last.version)
             for each in resent:
                 if each.version and not each.repeated:
                     self._note(each.push, each.version, each.at)
@@ -145,7 +145,7 @@ class Timeline:
             self.verdict.repeated += 1
             if known is None:
                 self.verdict.acknowledged += 1
-            self._place(push, resent.version, -math.inf)  # the disk has it: it can no longer go
+            self._place(push, resent.version, -math.inf)
         elif was_there:
             self._twice(f"push {name} was version {known}, and is applied again as {resent.version}")
 
@@ -168,10 +168,13 @@ class Timeline:
                 self.verdict.lost += 1
                 self.verdict.say(f"version {seen.version} was given to a worker, and the server has {version}")
 
-    def _drop_above(self, version: int) -> None:
-        """Forget what is gone: the versions above mean other pushes from now on."""
-        for number in [each for each in self._known if each > version]:
-            del self._versions[_name(self._known.pop(number).push)]
+    def _settle(self, version: int) -> None:
+        """Forget what is gone, since the versions above mean other pushes from now on; the rest can no longer go."""
+        for number, answered in [*self._known.items()]:
+            if number > version:
+                del self._versions[_name(self._known.pop(number).push)]
+            elif answered.at > -math.inf:
+                self._known[number] = answered._replace(at=-math.inf)
         for number in [each for each in self._kept if each > version]:
             del self._kept[number]
         self._seen.clear()
