@@ -91,7 +91,9 @@ _NOTES = (
     "has no steps",
     "power cuts: a disk in memory, mounted through FUSE, forgets what was not synced; the system's own disks and their "
     "caches are not put to the test",
-    "gone: acknowledged within the period of --fsync interval before the cut, or at any time with --fsync never",
+    "power cuts, gone: acknowledged within the period of --fsync interval before the cut, or at any time with --fsync "
+    "never; checkpoints, lost: named ones that were acknowledged; histories: new ones; refused: starts that named what "
+    "is damaged, and went on with --recover last-good",
 )
 
 

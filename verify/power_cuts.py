@@ -9,8 +9,10 @@ another boot of the machine, and must keep the promise of its ``--fsync``:
 * ``interval``: so is what is older than the period;
 * ``never``: what is there is a prefix of the history;
 * in each mode: the model is the replay of exactly the pushes that it claims; nothing is gone from a history that goes
-  on, nor after a stop; named checkpoints are there. A start that refuses names the damage, and goes on with
-  ``--recover last-good``, without losing more. On a journaled file system only a server with ``never`` may refuse.
+  on, nor after a stop; behind a stop the history goes on, unless the next start is cut; named checkpoints are there.
+
+A start that refuses names the damage, and goes on with ``--recover last-good``, without losing more. On a journaled
+file system only a server with ``never`` may refuse.
 """
 
 import math
@@ -119,13 +121,13 @@ class PowerCuts:
         cut = self._stop_and_cut(workers) if stopped else self._cut_under_load(workers)
         self._note(cut, "after a stop" if stopped else "under load")
         began = time.monotonic()
-        self._start()
+        was_cut = self._start()
         self.result.recovery_seconds.append(time.monotonic() - began)
         last = wire.download(self._address, _CALL_SECONDS)
         resent = [worker.send_again(self._address, last.generation, last.version) for worker in workers]
         allowed = {"always": 0.0, "interval": PERIOD_SECONDS + _SLACK_SECONDS, "never": math.inf}[self.plan.fsync]
         promise = Promise(cut.at, 0.0 if stopped else allowed)
-        if stopped and last.generation != self._timeline.generation:
+        if stopped and not was_cut and last.generation != self._timeline.generation:
             self._timeline.verdict.say("a server that was stopped has begun a new history")
         self._timeline.found(last, [each for each in resent if each is not None], promise)
         self._keeper.check(self._address)
@@ -167,8 +169,9 @@ class PowerCuts:
         self._servers.kill(0)
         return self._disk.cut()
 
-    def _start(self) -> None:
-        """Start the server, through more cuts perhaps, until it serves."""
+    def _start(self) -> bool:
+        """Start the server, through more cuts perhaps, until it serves; return whether there were any."""
+        was_cut = False
         while True:
             kind: Kind = self._rng.choice(_KINDS)
             boots.begin(self._servers.boot)
@@ -188,11 +191,12 @@ class PowerCuts:
                 self._servers.kill(0)
                 self._note(cut, "during a start")
                 self._kinds.append(kind)
+                was_cut = True
                 continue
             if refused is not None:
                 self._go_back(refused, said)
             self._kinds = [kind]
-            return
+            return was_cut
 
     def _go_back(self, error: StartFailedError, said: int) -> None:
         """Start with ``--recover last-good``, if the server may refuse and has named what is damaged."""

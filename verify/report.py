@@ -51,12 +51,12 @@ _CUT_FIGURES = (
     ("gone", "gone"),
     ("lost", "lost"),
     ("duplicated", "twice"),
-    ("compared", "models compared"),
+    ("compared", "models"),
     ("different", "different"),
     ("checkpoints", "checkpoints"),
-    ("checkpoints_lost", "of these lost"),
-    ("histories", "new histories"),
-    ("refused", "refused starts"),
+    ("checkpoints_lost", "lost"),
+    ("histories", "histories"),
+    ("refused", "refused"),
 )
 
 
@@ -107,7 +107,7 @@ def _table_of_feeds(results: Sequence[Result]) -> Table:
 
 def _table_of_cuts(results: Sequence[Result]) -> Table:
     table = Table(title="Every push accounted for behind every power cut", title_justify="left", box=box.SIMPLE)
-    table.add_column("campaign")
+    table.add_column("campaign", no_wrap=True)
     for title in (*(title for _, title in _CUT_FIGURES), "oldest gone", "good", "seconds"):
         table.add_column(title, justify="right")
     for result in results:

@@ -248,7 +248,7 @@ def why_not() -> str:
     except ImportError:
         return "mfusepy is not installed (pip install 'sparseps[test]')"
     except (OSError, AttributeError) as error:
-        return f"{error} (apt-get install libfuse3-3)"
+        return f"{error} (.ci/install-tools powercuts)"
     return ""
 
 

@@ -46,7 +46,7 @@ class Resent(NamedTuple):
 
 
 class _Answered(NamedTuple):
-    """A push at its version; ``at`` is when its first answer came, minus infinity once a cut has left the push there."""
+    """A push at its version; ``at`` is when its first answer came, minus infinity once a cut has left it there."""
 
     push: Push
     at: float
