@@ -113,7 +113,10 @@ class ForgetfulDisk:
             self._await_answer()
 
     def _await_answer(self) -> None:
-        answer = self._answers.get(timeout=_ANSWER_SECONDS)
+        try:
+            answer = self._answers.get(timeout=_ANSWER_SECONDS)
+        except queue.Empty:
+            raise NoForgetfulDiskError(f"the file system has not answered for {_ANSWER_SECONDS:.0f} s") from None
         if "refused" in answer:
             raise NoForgetfulDiskError(answer["refused"])
 
