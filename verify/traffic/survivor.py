@@ -44,10 +44,13 @@ class Survivor:
         self._replica = Replica(0, self._incarnation)
 
     def begin(self, address: str) -> None:
-        """Join the run."""
+        """Join the run, and push once."""
         line = Line(address)
         try:
             self._join(line)
+            self._draw()
+            while not self._push(line):
+                time.sleep(_AGAIN_SECONDS)
         finally:
             line.close()
 
