@@ -68,7 +68,7 @@ fuzz: venv ## Look for hostile chunks that no test has; ARGS="--seconds 600 --co
 	@$(PIP) install --quiet -c constraints.txt -e '.[fuzz]'
 	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m tools.fuzz_codecs $(ARGS)
 
-chaos: venv ## Break real servers, workers and connections, and account for every push, reply and publication; about a quarter of an hour
+chaos: venv ## Break real servers, workers and connections, cut the power of disks, and account for every push, reply and publication; about twenty minutes
 	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m verify $(ARGS)
 
 soak: venv ## Train for ten minutes and see that nothing grows; ARGS="--minutes 60"
