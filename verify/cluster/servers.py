@@ -74,7 +74,7 @@ class Servers:
         for syncs in self.syncs:
             failed_syncs.set_error(syncs, 0)
         self.boot = directory / "boot-id"
-        boots.begin(self.boot)
+        boots.keep(self.boot)
         self.data_dir = data_dir
         self.packages: Path | None = None
         self.told: dict[int, dict[str, str]] = {}
