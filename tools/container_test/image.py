@@ -113,7 +113,8 @@ def _survey(podman: Podman) -> None:
         raise TestFailedError(
             f"without tokens or --insecure the server must not start; status {open_door.returncode}: {open_door.stderr}"
         )
-    say(f"version {said}; runs as 10001 on a read-only root without capabilities; no compiler, no tests, no caches")
+    say(f"version {said}; runs as 10001 on a read-only root without capabilities; no loop is compiled again")
+    say("no pip, no compiler, no tests, no caches")
 
 
 def _check_materials(podman: Podman) -> None:
