@@ -40,7 +40,8 @@ FORMS: dict[str, tuple[str, ...]] = {
     "compare": (f"ARGS=--smoke --output {OUT}/compare",),
     "evidence": (f"ARGS=--smoke --output {OUT}/evidence",),
     "rivals": (f"ARGS=--smoke --output {OUT}/rivals",),
-    "wheel": (),
+    "wheel": (f"ARGS=--output {OUT}/wheel",),
+    "release-check": (f"ARGS=--contents --output {OUT}/release",),
     "clean": ("--dry-run",),
 }
 """What is added to ``make TARGET``."""
