@@ -69,6 +69,10 @@ class ErrorCode(Enum):
         "UNAVAILABLE",
         "go to the standby that has taken its place; keep this one stopped, and begin a standby anew in its place",
     )
+    STANDBY_AHEAD = (
+        "FAILED_PRECONDITION",
+        "have the standby serve (psservice promote), or start it with an empty --data-dir if that part is not wanted",
+    )
     NO_STANDBY = ("UNAVAILABLE", "come back after the delay; see to the standby, or serve without --replicate ack")
     RELAY_RING = ("FAILED_PRECONDITION", "give --of a server that trains or publishes, or a relay that leads to one")
 

@@ -166,6 +166,7 @@ class Durability:
         if new_history:  # versions that workers have seen may be gone: the same numbers will mean other values
             at = manifest.checkpoint if not past.replayed else ""
             past.state.histories.branch(manifest.generation, past.model.version, at)
+            self.replication.part(manifest.generation, source.end)
             past.model.generation = sibling_generation(manifest.generation)
         self._shard.restart(past.state)
         self.records.journal = data_dir.begin(is_served=is_complete)

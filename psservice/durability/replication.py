@@ -53,6 +53,7 @@ class Replication:
         self._standby, self._heard_at = "", -math.inf
         self._position, self._version = Position(), 0
         self._generation, self._mark = 0, b""  # of the newest snapshot; of the segment that was compared
+        self._parted_generation, self._parted_at = 0, Position()
         self._answered = _Answered(Position(), 0)
         self._whole_at = clock()  # when the standby last had everything
         self._changed = threading.Condition()
@@ -63,13 +64,24 @@ class Replication:
             if generation != self._generation:
                 self._generation, self._mark, self._position = generation, b"", Position()
 
+    def part(self, generation: int, end: Position) -> None:
+        """Note that this server has left a history at an end of the journal behind which something may be lost."""
+        with self._changed:
+            self._parted_generation, self._parted_at = generation, end
+
     def hear(self, standby: str, held: HeldPart) -> None:
         """Note the part of a standby, which counts once its segment was compared: see :meth:`compared`.
 
-        Raises :class:`Rejected` (``BUSY``) if another one follows.
+        Raises :class:`Rejected`: ``BUSY`` if another one follows, ``STANDBY_AHEAD`` if it has what was lost here.
         """
         with self._changed:
             now = self._clock()
+            if held.generation and held.generation == self._parted_generation and held.position > self._parted_at:
+                raise Rejected(
+                    ErrorCode.STANDBY_AHEAD,
+                    f"this server came back with the journal up to {_shown(self._parted_at)}, and standby {standby!r} "
+                    f"has it up to {_shown(held.position)}: to follow would drop what may have been acknowledged",
+                )
             if standby != self._standby and self._is_connected(now):
                 raise Rejected(
                     ErrorCode.BUSY,
@@ -156,3 +168,7 @@ class Replication:
     def _refusal(why: str) -> Rejected:
         what = "and answers wait for one (--replicate ack)"
         return Rejected(ErrorCode.NO_STANDBY, f"{why}, {what}", retry_seconds=_RETRY_SECONDS)
+
+
+def _shown(position: Position) -> str:
+    return f"byte {position.offset} of segment {position.segment}"

@@ -21,6 +21,10 @@ log = logging.getLogger(__name__)
 
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
 _COMPLAINT_SECONDS = 60.0
+_AHEAD = (
+    "the primary came back without a part of what is here, and is not followed any more: have this standby serve "
+    "(psservice promote), or start it with an empty --data-dir if that part is not wanted"
+)
 
 
 class ReplicaSource(Protocol):
@@ -73,6 +77,9 @@ class Following:
 
     def follow_once(self) -> bool:
         """Ask once, and write the answer down; tell whether that has succeeded."""
+        if self._replica.is_ahead:
+            self._complain(_AHEAD, is_lost=True)
+            return False
         try:
             answer = self._primary.ask(self._replica.held)
             self._take(answer)
@@ -81,7 +88,10 @@ class Following:
             self._complain(str(error), is_lost=True)
             return False
         except (Rejected, StorageError) as error:
-            self._complain(str(error))
+            if isinstance(error, Rejected) and error.reason is ErrorCode.STANDBY_AHEAD:
+                self._stop_following(error)
+            else:
+                self._complain(str(error))
             return False
         except Exception as error:  # whatever it was, the thread lives on and asks again
             self._complain(repr(error))
@@ -104,6 +114,15 @@ class Following:
             self._replica.append(Position(header.segment, header.offset), b"".join(answer.data))
         self.newest = Position(header.newest_segment, header.newest_offset)
         self.is_acknowledged = header.acknowledged
+
+    def _stop_following(self, refusal: Rejected) -> None:
+        """Note for ever that the primary has lost a part of what is here: what it has now must not take its place."""
+        log.error("the primary has lost a part of what is here", extra={"error": refusal.detail})
+        try:
+            self._replica.note_ahead()
+        except StorageError as error:
+            log.error("a later start would follow again, and be refused", extra={"error": str(error)})
+        self._complain(_AHEAD, is_lost=True)
 
     def _complain(self, why: str, *, is_lost: bool = False) -> None:
         """Note a failure; ``is_lost``: the primary does not answer, and has not refused."""

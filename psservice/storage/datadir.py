@@ -20,7 +20,7 @@ from psservice.storage.lock_file import LOCK_NAME, LockFile, Watermark
 from psservice.storage.manifest import Manifest
 from psservice.storage.parts import HeldPart, JournalPart, SnapshotPart, part_behind
 from psservice.storage.recovery_source import RecordError, RecoverySource, newest_source
-from psservice.storage.replica import PROMOTED_NAME
+from psservice.storage.replica import AHEAD_NAME, PROMOTED_NAME
 from psservice.storage.snapshots import Snapshot
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class DataDir:
 
     def foreign(self) -> list[Path]:
         """Return what is in the directory and is neither a server's nor the file system's."""
-        known = (LOCK_NAME, PROMOTED_NAME, self._snapshots.name, self._journals.name, "lost+found")
+        known = (LOCK_NAME, PROMOTED_NAME, AHEAD_NAME, self._snapshots.name, self._journals.name, "lost+found")
         names = self.files.list(self.path)
         return [self.path / name for name in names if name not in known and not name.startswith(".")]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from psservice.storage import snapshots
 from psservice.storage.files import DISK, Files, StorageError
-from psservice.storage.journal import SegmentReader, segment_numbers, segment_path
+from psservice.storage.journal import Position, SegmentReader, segment_numbers, segment_path
 from psservice.storage.journal_format import DamagedError, Record
 from psservice.storage.lock_file import LOCK_NAME, STANDBY, Watermark, is_copy, read_watermark
 from psservice.storage.snapshots import Snapshot
@@ -72,6 +72,7 @@ class RecoverySource:
         # made of a stopped server's directory must be whole.
         self._is_hot_copy = is_copy and not watermark.clean
         self._reading: SegmentReader | None = None
+        self._number = snapshot.manifest.segment  # of the segment that is read
         self._damaged: SegmentReader | None = None
         numbers = [(each.manifest.segment, each.manifest.generation) for each in kept]
         numbers.append((watermark.snapshot, watermark.generation))
@@ -106,6 +107,7 @@ class RecoverySource:
         last = max([must_reach, *there])
         for number in range(self.snapshot.manifest.segment, last + 1):
             segment = self._reading = SegmentReader(segment_path(self._journal, number), self._files)
+            self._number = number
             try:
                 if number not in there:
                     raise DamagedError(segment.path, 0, "this segment is missing")
@@ -129,6 +131,11 @@ class RecoverySource:
                 return
             if segment.torn is not None:
                 self._drop_tail(segment)
+
+    @property
+    def end(self) -> Position:
+        """Where the journal ends that was read."""
+        return Position(self._number, self._reading.valid_bytes if self._reading is not None else 0)
 
     def unfit(self, record: Record, error: Exception) -> RecordError:
         """Return what to raise if the record that was read last cannot be applied."""

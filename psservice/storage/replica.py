@@ -37,6 +37,9 @@ LARGEST_MANIFEST_BYTES = 1 << 30
 PROMOTED_NAME = "promoted"
 """Of the empty file in the directory of a shard whose standby was to serve: the next start is that of a server."""
 
+AHEAD_NAME = "ahead"
+"""Of the empty file in the directory of a standby whose primary has come back with less than the standby has."""
+
 _RECEIVED = ".received.tmp"
 
 
@@ -53,6 +56,10 @@ class Replica:
 
     One thread takes parts, by :meth:`append` and :meth:`take_snapshot`; another one may call :meth:`keep`. Raises
     :class:`StorageError` if another process has the directory, or a server that is no standby has used it.
+
+    Attributes:
+        newest: snapshot; ``None`` without any.
+        is_ahead: whether the primary has come back with less than is here, which then must not follow it.
     """
 
     def __init__(self, settings: ServerSettings, environment: Environment) -> None:
@@ -88,6 +95,7 @@ class Replica:
         snapshots.remove_unfinished(self.files, self._snapshots)
         begun = replace(before or Watermark(), boot_id=self.files.boot_id(), fsync=STANDBY, clean=False)
         self._lock_file.begin(begun)
+        self.is_ahead = AHEAD_NAME in self.files.list(self.path)
         self.newest = kept[-1] if kept else None
         for number in reversed(segment_numbers(self.files, self._journals)):
             if self._open_end(number):
@@ -283,8 +291,16 @@ class Replica:
 
     def note_promoted(self) -> None:
         """Write down that a server serves from here from now on; raises :class:`StorageError`."""
+        self._mark_directory(PROMOTED_NAME)
+
+    def note_ahead(self) -> None:
+        """Write down that the primary has come back with less than is here; raises :class:`StorageError`."""
+        self.is_ahead = True
+        self._mark_directory(AHEAD_NAME)
+
+    def _mark_directory(self, name: str) -> None:
         try:
-            self.files.write(self.path / PROMOTED_NAME, b"")
+            self.files.write(self.path / name, b"")
             self.files.sync(self.path)
         except OSError as error:
             raise StorageError(f"cannot write to {self.path}: {error.strerror or error}") from error

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from pscore.wire.errors import ErrorCode
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.observability.metrics import Metrics
 from psservice.shard.shard import Shard
@@ -107,11 +108,17 @@ class Standby:
         try:
             await link.send(request)
             header = (await asyncio.wait_for(link.receive(pb.ReplicateResponse), 30.0)).header
+            has_lost = held.generation and held.generation == self.host.witness.lost_of
+            require(not has_lost, f"{self.name} follows a shard that has lost what it told of")
             size = header.journal_bytes or header.manifest_bytes + header.tensors_bytes
             data = []
             while sum(map(len, data)) < size:
                 data.append((await asyncio.wait_for(link.receive(pb.ReplicateResponse), 30.0)).data)
-        except (CutError, RefusedError, TimeoutError, AttributeError):
+        except RefusedError as refusal:
+            if refusal.reason is ErrorCode.STANDBY_AHEAD:
+                self.host.lose(seconds=2 * self.random.random())  # as an operator does who is told of it
+            return
+        except (CutError, TimeoutError, AttributeError):
             return
         finally:
             link.cut()

@@ -87,6 +87,14 @@ def test_answers_that_do_not_wait_for_the_standby_are_found_out(monkeypatch):
         simulate(0, FOUND_WITHIN)
 
 
+@pytest.mark.timeout(SECONDS)
+def test_a_standby_that_follows_a_shard_which_has_lost_something_is_found_out(monkeypatch):
+    monkeypatch.setattr(Replication, "part", lambda *_: None)
+    monkeypatch.setattr(simulation, "STANDBY_SHARE", 1.0)
+    with pytest.raises(BrokenPromiseError):
+        simulate(0, FOUND_WITHIN)
+
+
 def _publish_what_is_staged_again(feed, publish=FeedShard.publish):
     kept = feed.staged.version, feed.staged.name, feed.staged.words
     version = publish(feed)

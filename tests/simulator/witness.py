@@ -79,13 +79,15 @@ class Witness:
         told: index of the newest state that somebody was told of.
         values: the parameters of each version of each history, by generation and version.
         restoring: versions to which an operator wants the shard to go back.
+        lost_of: generation of the history of which the shard has lost something told at its last start; 0 for none.
     """
 
     def __init__(self, entries_of, *, in_rounds, publishes=lambda version, name: None):
         self._entries_of, self._in_rounds, self._publishes = entries_of, in_rounds, publishes
         self.states, self.told, self.generation, self.values = [], 0, 0, {}
-        self.restoring = set()
+        self.restoring, self.lost_of = set(), 0
         self._applied = {}  # index of the first state that has a push, by identity and step
+        self._left = None  # states, told and applied of the history that was left last: a standby may have more of it
         self._perhaps = set()  # pushes of which a crash with a rollback has left nobody sure
         self._is_unseen = False  # whether a record was written whose state, one of WAGMA, nobody has seen yet
 
@@ -158,11 +160,14 @@ class Witness:
 
     def recovered(self, shard, *, may_lose):
         """Check what a shard begins with; ``may_lose``: what was told of may be lost, under another generation."""
+        self.lost_of = 0
         if shard.model is None:
             require(len(self.states) <= 1, "the model is gone")
             self._turn(None, 0)
             return
         found, generation = State.of(shard.model), shard.model.generation
+        if self._left is not None and found.groups:  # of WAGMA not every state was seen
+            self._perhaps |= self._left[2].keys()
         if not self.states or (self._is_unseen and found.groups and found not in self.states):
             unsure = {key for key, at in self._applied.items() if at >= len(self.states)}
             self._applied = {key: at for key, at in self._applied.items() if key not in unsure}
@@ -172,15 +177,30 @@ class Witness:
         if generation == self.generation:
             self._cut(self._index_from_told(found))
             return
+        if self._left is not None and not found.groups and found not in self.states:
+            self._recovered_what_was_lost(found, generation)
+            return
         self._require_former(found)
         gone_back = found.version in self.restoring
         same = [(state == found, i) for i, state in enumerate(self.states) if state.values == found.values]
         index = max(same)[1] if same else self.told  # of WAGMA not every state was seen
         lost = f"version {found.version}, told was {self.states[self.told].version}"
         require(gone_back or may_lose or index >= self.told, lost)
+        self._left = self.states, self.told, self._applied
+        self.lost_of = self.generation if index < self.told and not gone_back else 0
         unsure = {key for key, at in self._applied.items() if at > index}
         self._applied = {key: at for key, at in self._applied.items() if at <= index}
         self._perhaps |= unsure if gone_back or not same else set()
+        self._turn(found, generation)
+
+    def _recovered_what_was_lost(self, found, generation):
+        """A standby serves in the place of a shard that had lost something: all that was told before is here."""
+        states, told, applied = self._left
+        same = [i for i, state in enumerate(states) if state == found]
+        require(bool(same), f"version {found.version} never was")
+        require(same[-1] >= told, f"version {found.version} of the standby, told was {states[told].version}")
+        self._applied = {key: at for key, at in applied.items() if at <= same[-1]}
+        self._left = None
         self._turn(found, generation)
 
     def _index_from_told(self, found):

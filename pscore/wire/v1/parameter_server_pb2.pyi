@@ -432,6 +432,8 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     """A standby has taken this server's place."""
     REFUSAL_REASON_NO_STANDBY: _RefusalReason.ValueType  # 35
     """An answer waits until a standby has what it tells of, and none does; RetryInfo says when to come back."""
+    REFUSAL_REASON_STANDBY_AHEAD: _RefusalReason.ValueType  # 36
+    """The standby has a part of the journal that this server has lost: it is to serve, and not to follow."""
 
 class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper):
     """Why a call was refused; its full name travels as the reason of google.rpc.ErrorInfo."""
@@ -506,6 +508,8 @@ REFUSAL_REASON_REPLACED: RefusalReason.ValueType  # 34
 """A standby has taken this server's place."""
 REFUSAL_REASON_NO_STANDBY: RefusalReason.ValueType  # 35
 """An answer waits until a standby has what it tells of, and none does; RetryInfo says when to come back."""
+REFUSAL_REASON_STANDBY_AHEAD: RefusalReason.ValueType  # 36
+"""The standby has a part of the journal that this server has lost: it is to serve, and not to follow."""
 Global___RefusalReason: _TypeAlias = RefusalReason  # noqa: Y015
 
 class _DrainAction:

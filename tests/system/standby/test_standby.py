@@ -126,7 +126,7 @@ def test_a_standby_that_was_killed_goes_on_where_it_was(tmp_path, capsys):
     log = tmp_path / "log"
     with (
         log.open("w") as stream,
-        primary(tmp_path, snapshot_seconds=1.0) as first,
+        primary(tmp_path, snapshot_seconds=1.0, keep_snapshots=1000) as first,
         standby(tmp_path, first, log_to=stream, log_level="info") as second,
         stepping(first.server) as fleet,
     ):
