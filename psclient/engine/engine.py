@@ -130,6 +130,7 @@ class Engine:
         self.selector = Selector(method, model, states, groups, choice, self.grouping)
         self.report, self.totals = StepReport(0), Totals()
         self.number = self.acknowledged_step = self.refused = 0
+        self.loss: float | None = None  # to be told with the next push
         self.overlap: Overlap | None = None
         self.pushed = PushedGradients()
         self._model, self._groups, self._schedule, self._rates = model, groups, schedule, rates
@@ -616,6 +617,9 @@ class Engine:
         offsets, run = self._model.layout.offsets, self.run
         self._spans = [Span(offsets[group.start], offsets[group.stop]) for group in self.grouping.groups]
         finished = run.progress.open_push(samples) if run.progress is not None else []
+        loss = None
+        if samples:  # not a flush, after which nobody may look any more
+            loss, self.loss = self.loss, None
         self._places = []
         for shard in self._shards:
             parts = {number: span.intersect(shard.span) for number, span in enumerate(self._spans)}
@@ -627,6 +631,7 @@ class Engine:
                 learning_rate=rates.carried,
                 group_rates=rates.of_groups,
                 finished=finished if shard is run.coordinator else [],
+                loss=loss if shard is run.coordinator else None,
             )
             shard.open_push(header, list(parts.values()), run.settings.deadline_seconds)
             self._pushed_samples[shard.index] = header.samples
