@@ -37,6 +37,7 @@ from psclient.errors import (
     from_refusal,
 )
 from psclient.executor import current_streams, devices_of, entered
+from psclient.metrics import WorkerMetrics
 from psclient.model.module import TrainedModel
 from psclient.model.replica import Replica
 from psclient.report import StepReport, Totals
@@ -131,6 +132,7 @@ class Engine:
         self.report, self.totals = StepReport(0), Totals()
         self.number = self.acknowledged_step = self.refused = 0
         self.loss: float | None = None  # to be told with the next push
+        self.metrics: WorkerMetrics | None = None
         self.overlap: Overlap | None = None
         self.pushed = PushedGradients()
         self._model, self._groups, self._schedule, self._rates = model, groups, schedule, rates
@@ -260,6 +262,8 @@ class Engine:
     def _end_calls(self) -> None:
         if self._samples is not None:
             self._samples.close()
+        if self.metrics is not None:
+            self.metrics.close()
         self.run.close()
         if self.overlap is not None:
             self.overlap.close()
@@ -588,6 +592,8 @@ class Engine:
                 report.buffer_bytes = self._exchange_buffers(self._samples_since_exchange)
             self._samples_since_exchange = 0
         self._add(report)
+        if self.metrics is not None:
+            self.metrics.observe(report, self.run.identity.run_id)
         if report.step % _SAMPLED_STEPS == 1:
             self.replica.sample()
         if not self._synchronous:

@@ -37,6 +37,7 @@ from psclient.engine.state import (
 )
 from psclient.engine.traced import TracedEngine
 from psclient.errors import ConfigurationError, CopyRefusedError, PatienceError
+from psclient.metrics import WorkerMetrics
 from psclient.model.module import TrainedModel, describe
 from psclient.model.requirements import refuse_averaged
 from psclient.optim.arguments import (
@@ -181,6 +182,10 @@ class ParameterServerOptimizer(Optimizer):
         self._steps: Engine | LocalSteps = self._engine
         self._life.watch(self, run.leases, self._engine.abandon)
         try:
+            if resolved.metrics_listen:
+                self._engine.metrics = WorkerMetrics(
+                    resolved.metrics_listen, self._life.name, self._engine.totals, self._model.layout.size
+                )
             self._life.begin(lambda: self._engine.do(run.join))
             self._joined = True
             self._open_states()
