@@ -23,6 +23,7 @@ from psclient.engine.lifecycle import Lifecycle
 from psclient.engine.mgs import LayerDensity, MergedGradients
 from psclient.engine.overlap import Overlap
 from psclient.engine.sample_counter import SampleCounter
+from psclient.engine.worker_metrics import WorkerMetrics
 from psclient.errors import (
     REJOIN_REASONS,
     STEP_AGAIN,
@@ -37,7 +38,6 @@ from psclient.errors import (
     from_refusal,
 )
 from psclient.executor import current_streams, devices_of, entered
-from psclient.metrics import WorkerMetrics
 from psclient.model.module import TrainedModel
 from psclient.model.replica import Replica
 from psclient.report import StepReport, Totals

@@ -36,8 +36,8 @@ from psclient.engine.state import (
     warn_of_missing_memories,
 )
 from psclient.engine.traced import TracedEngine
+from psclient.engine.worker_metrics import WorkerMetrics
 from psclient.errors import ConfigurationError, CopyRefusedError, PatienceError
-from psclient.metrics import WorkerMetrics
 from psclient.model.module import TrainedModel, describe
 from psclient.model.requirements import refuse_averaged
 from psclient.optim.arguments import (
