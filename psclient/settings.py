@@ -100,6 +100,11 @@ class ClientSettings(LayeredSettings):
         "what becomes of a model that a script loads into a worker of a run that has been trained: error raises "
         "ModelLoadedError, server drops it, replace puts it in the place of the run's",
     )
+    metrics_listen: str = setting(
+        "",
+        "HOST:PORT at which this worker has Prometheus metrics of its own, port 0 for any; empty: nothing listens "
+        "(needs prometheus-client, as in the extra sparseps[server])",
+    )
     tracing: bool = setting(False, "trace each step, by OpenTelemetry (needs the extra sparseps[tracing])")
     flush_on_sigterm: bool = setting(True, "on SIGTERM, push what is still held, leave, then exit")
 

@@ -28,6 +28,18 @@ rate(psservice_pushes_total[5m]) * on (job, instance) group_left (run, shard) ps
 
 Alerts and their runbook: [alerts](../operate/alerts.md).
 
+The number of series is bounded, because no label has a value that callers choose, but for those of the one series
+`psservice_shard_info`. No worker has a series: its figures are in [the status](../operate/running.md). The values of
+
+* `rpc` are the calls of the protocol;
+* `reason` and `why` are the [reasons](protocol.md#refusals) of refusals, and a few words of this program;
+* `mode` is `exact` or `topk`;
+* `of_shard` is a shard that this one knows of, as many as the run has;
+* `certificate` are the settings that name a certificate.
+
+Bounds of histograms go from small models to 1 G parameters on slow lines: bytes from 1 KiB to 4 GiB, seconds from
+0.1 ms to 100 s (of calls, to 3,000 s), densities from 0.01 % to all.
+
 | name | kind | labels | meaning |
 |---|---|---|---|
 """

@@ -23,6 +23,7 @@ from psclient.engine.lifecycle import Lifecycle
 from psclient.engine.mgs import LayerDensity, MergedGradients
 from psclient.engine.overlap import Overlap
 from psclient.engine.sample_counter import SampleCounter
+from psclient.engine.worker_metrics import WorkerMetrics
 from psclient.errors import (
     REJOIN_REASONS,
     STEP_AGAIN,
@@ -130,6 +131,8 @@ class Engine:
         self.selector = Selector(method, model, states, groups, choice, self.grouping)
         self.report, self.totals = StepReport(0), Totals()
         self.number = self.acknowledged_step = self.refused = 0
+        self.loss: float | None = None  # to be told with the next push
+        self.metrics: WorkerMetrics | None = None
         self.overlap: Overlap | None = None
         self.pushed = PushedGradients()
         self._model, self._groups, self._schedule, self._rates = model, groups, schedule, rates
@@ -259,6 +262,8 @@ class Engine:
     def _end_calls(self) -> None:
         if self._samples is not None:
             self._samples.close()
+        if self.metrics is not None:
+            self.metrics.close()
         self.run.close()
         if self.overlap is not None:
             self.overlap.close()
@@ -587,6 +592,8 @@ class Engine:
                 report.buffer_bytes = self._exchange_buffers(self._samples_since_exchange)
             self._samples_since_exchange = 0
         self._add(report)
+        if self.metrics is not None:
+            self.metrics.observe(report, self.run.identity.run_id)
         if report.step % _SAMPLED_STEPS == 1:
             self.replica.sample()
         if not self._synchronous:
@@ -616,6 +623,9 @@ class Engine:
         offsets, run = self._model.layout.offsets, self.run
         self._spans = [Span(offsets[group.start], offsets[group.stop]) for group in self.grouping.groups]
         finished = run.progress.open_push(samples) if run.progress is not None else []
+        loss = None
+        if samples:  # not a flush, after which nobody may look any more
+            loss, self.loss = self.loss, None
         self._places = []
         for shard in self._shards:
             parts = {number: span.intersect(shard.span) for number, span in enumerate(self._spans)}
@@ -627,6 +637,7 @@ class Engine:
                 learning_rate=rates.carried,
                 group_rates=rates.of_groups,
                 finished=finished if shard is run.coordinator else [],
+                loss=loss if shard is run.coordinator else None,
             )
             shard.open_push(header, list(parts.values()), run.settings.deadline_seconds)
             self._pushed_samples[shard.index] = header.samples

@@ -200,6 +200,11 @@ class NodeOptimizer(Optimizer):
         """Make the parameters the server's without pushing; see :meth:`ParameterServerOptimizer.pull`."""
         self._call(_Call.PULL, 0, lambda _: self._leader.pull())
 
+    def log_loss(self, loss: float | torch.Tensor) -> None:
+        """Show the leader's loss; see :meth:`ParameterServerOptimizer.log_loss`. Other processes may call it too."""
+        if self._own is not None:
+            self._own.log_loss(loss)
+
     @torch.no_grad()
     def wait_for_all(self, seconds: float = 3600.0) -> None:
         """Wait until every live worker is through; see :meth:`ParameterServerOptimizer.wait_for_all`.

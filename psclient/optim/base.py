@@ -36,6 +36,7 @@ from psclient.engine.state import (
     warn_of_missing_memories,
 )
 from psclient.engine.traced import TracedEngine
+from psclient.engine.worker_metrics import WorkerMetrics
 from psclient.errors import ConfigurationError, CopyRefusedError, PatienceError
 from psclient.model.module import TrainedModel, describe
 from psclient.model.requirements import refuse_averaged
@@ -55,6 +56,7 @@ from psclient.optim.local_steps import LocalSteps
 from psclient.report import StepReport, Totals
 from psclient.rounds import Rounds
 from psclient.settings import ClientSettings, OnLoad, Server
+from pscore.wire.messages import LARGEST_LOSS
 
 log = logging.getLogger("psclient")
 
@@ -180,6 +182,10 @@ class ParameterServerOptimizer(Optimizer):
         self._steps: Engine | LocalSteps = self._engine
         self._life.watch(self, run.leases, self._engine.abandon)
         try:
+            if resolved.metrics_listen:
+                self._engine.metrics = WorkerMetrics(
+                    resolved.metrics_listen, self._life.name, self._engine.totals, self._model.layout.size
+                )
             self._life.begin(lambda: self._engine.do(run.join))
             self._joined = True
             self._open_states()
@@ -312,6 +318,27 @@ class ParameterServerOptimizer(Optimizer):
         self._steps.pushed.clear()
         loss, self._loss = self._loss, None
         return loss
+
+    def log_loss(self, loss: float | torch.Tensor) -> None:
+        """Show a loss on the server's status page: it goes with the next push, and changes nothing in the training.
+
+        The page has the mean over all workers. Call it before :meth:`step` as often as you like, which keeps the last
+        one; with ``overlap=True`` it may go a step later. Several processes that are one worker show the leader's.
+
+        Args:
+            loss: a number, or a tensor of one element. On a GPU its value is waited for, so call this every few steps
+                there. One that is not finite, or beyond ±10^12, is left out.
+
+        Raises:
+            ConfigurationError: it has more than one element.
+        """
+        if isinstance(loss, torch.Tensor) and loss.numel() != 1:
+            raise ConfigurationError(
+                f"log_loss() takes a number or a tensor of one element, not one of shape {tuple(loss.shape)}: pass "
+                "loss.mean()"
+            )
+        value = loss.item() if isinstance(loss, torch.Tensor) else float(loss)
+        self._engine.loss = value if abs(value) <= LARGEST_LOSS else None
 
     def accumulating(self) -> AbstractContextManager[None]:
         """With overlap: run the backward passes in the body without handing their gradients over.

@@ -12,6 +12,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 Places = TypeVar("Places")
 
 LARGEST_RATE = 1e3
+LARGEST_LOSS = 1_000_000_000_000
 """Of a param group of an optimizer on the server."""
 
 SHARD_HEADER = "sparseps-shard"

@@ -33,6 +33,7 @@ class Member:
         first_batches: fingerprint of the worker's first batches; 0 if the worker has not sent one.
         batches_told: when the worker first sent that fingerprint.
         release: of the worker's program, as it says; empty if it does not.
+        loss: that the worker has told last; ``None`` if it has told none.
         has_no_samples: the last lease of samples was empty and the worker holds none: rounds close without the worker.
     """
 
@@ -53,6 +54,7 @@ class Member:
     first_batches: int = 0
     batches_told: float = 0.0
     release: str = ""
+    loss: float | None = None
     has_no_samples: bool = False
 
     @property

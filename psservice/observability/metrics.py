@@ -108,7 +108,9 @@ class Traffic:
 
 _STALENESS_BUCKETS = (0, *(1 << power for power in range(17)))  # to 65,536: SparsepsStalenessHigh asks for 32,768
 _SECONDS_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-_DENSITY_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+_CALL_SECONDS_BUCKETS = (*_SECONDS_BUCKETS[2:], 300.0, 1000.0, 3000.0)  # 4 GB at 10 Mbit/s take an hour
+_DENSITY_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+_BYTES_BUCKETS = tuple(float(1 << power) for power in range(10, 33, 2))  # 1 KiB to 4 GiB: 1 G parameters, dense
 
 _COUNTED_CALLS = ("PushSparse", "PullDiff", "ExchangeBuffers", "ReadCut")
 
@@ -186,6 +188,9 @@ class Metrics:
             "Time of the apply thread for a push; on a GPU, work that is queued there goes on after that",
             _SECONDS_BUCKETS,
         )
+        self.push_size_bytes = histogram(
+            "psservice_push_size_bytes", "Message bytes received in one push, repeated ones too", _BYTES_BUCKETS
+        )
         self.reply_density = histogram("psservice_reply_density", "Density of replies", _DENSITY_BUCKETS)
         self.training = gauge("psservice_training", "1 while there is a model and the run is not over")
         self.elements = gauge("psservice_elements", "Elements of the model that this shard owns")
@@ -242,7 +247,7 @@ class Metrics:
         self.call_seconds = histogram(
             "psservice_call_seconds",
             "Time of a call, or of a request on an open stream, with its client's pauses",
-            _SECONDS_BUCKETS[2:],
+            _CALL_SECONDS_BUCKETS,
             "rpc",
         )
         self.calls_cut = counter("psservice_calls_cut", "Calls cancelled because the client stalled", ["rpc", "why"])

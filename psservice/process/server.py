@@ -20,6 +20,7 @@ from pscore.telemetry.span import TracingError
 from pscore.version import __version__
 from psservice.observability.metrics import Metrics
 from psservice.process.maintenance import MaintenanceThread
+from psservice.process.progress_thread import ProgressThread
 from psservice.process.ready import tell_ready
 from psservice.process.shared_health import SharedHealth
 from psservice.process.signals import SignalThread
@@ -151,6 +152,7 @@ class Server:
             self._follower = Follower(self.shard, authenticator)
         if self._relay is not None:
             self._relay.start(self._follower.ask_now if self._follower is not None else lambda: None)
+        self._progress = ProgressThread(self.shard)
         self._maintenance = MaintenanceThread(lambda: self.shard.model.layout.size if self.shard.model else 0)
 
     def run(self, signals: SignalThread) -> None:
@@ -197,6 +199,7 @@ class Server:
         self._loop.run(self._port.stop(min(self.settings.drain_seconds, _LAST_CALLS_SECONDS)))
         self._dispatcher.close()
         self._watcher.close()
+        self._progress.close()
         self.shard.close()
         self._maintenance.close()
         self._close_ports()
@@ -264,7 +267,7 @@ class Server:
     def _start_web(self, operators: OperatorCalls) -> str:
         host, port = split_address(self.settings.metrics_listen)
         try:
-            pages = application(self._metrics.registry, operators.status)
+            pages = application(self._metrics.registry, operators.status, self.shard.progress.history)
             self._web = bind_port(host, port, lambda each: WebServer(host, each, pages), self._named_ports())
         except OSError as error:
             raise StartError(

@@ -16,7 +16,7 @@ from pscore.wire.dense import count_fields, fields
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.histories import MOST_ORIGINS
 from pscore.wire.layouts import require_few_pieces
-from pscore.wire.messages import LARGEST_RATE, MOST_ELEMENTS
+from pscore.wire.messages import LARGEST_LOSS, LARGEST_RATE, MOST_ELEMENTS
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.data_leases.dataset import MOST_EPOCHS, MOST_SAMPLES, MOST_SIZE
 from psservice.feed.relaying import MOST_RELAYS
@@ -31,6 +31,7 @@ _MOST_PUSH_SAMPLES = 1 << 32
 _LARGEST_PUSH_RATE = 1e9
 _MOST_BYTES = 1 << 62  # of a journal, and segments
 _FASTEST_LINK = 1e15  # bytes a second
+_MOST_A_SECOND = 1_000_000_000
 
 BOUNDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
     "RenewLeaseRequest": {"uploaded": (0.0, 1.0), "wait_seconds": _WAIT},
@@ -50,6 +51,7 @@ BOUNDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
         "learning_rate": (0.0, _LARGEST_PUSH_RATE),
         "group_rates": (0.0, LARGEST_RATE),
         "wait_seconds": _WAIT,
+        "loss": (-LARGEST_LOSS, LARGEST_LOSS),
     },
     "PullDiffRequest": {
         "generation": (0, _MOST_GENERATION),
@@ -75,6 +77,15 @@ BOUNDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
     "WaitForAllRequest": {"number": (1, _MOST_STEP), "wait_seconds": _WAIT},
     "PublishRequest": {"generation": (0, _MOST_GENERATION), "version": (1, _MOST_VERSION)},
     "FollowRunRequest": {"known": (0, (1 << 64) - 1), "wait_seconds": _WAIT, "cut": (0, (1 << 64) - 1)},
+    "ShardProgress": {
+        "version": (0, _MOST_VERSION),
+        "pushes_per_second": (0.0, _MOST_A_SECOND),
+        "push_bytes_per_second": (0.0, _FASTEST_LINK),
+        "pull_bytes_per_second": (0.0, _FASTEST_LINK),
+        "staleness_median": (0.0, _MOST_VERSION),
+        "staleness_largest": (0, _MOST_VERSION),
+        "age_seconds": (0.0, 0.0),
+    },
     "ShardVersion": {"generation": (0, _MOST_GENERATION), "version": (0, _MOST_VERSION)},
     "AwaitCutRequest": {"wait_seconds": _WAIT, "version": (0, _MOST_VERSION)},
     "ReadCutRequest": {"link_bytes_per_second": (0.0, _FASTEST_LINK)},
@@ -210,6 +221,7 @@ def _require_read(request: pb.ReadCutRequest) -> None:
 
 def _require_news_question(request: pb.FollowRunRequest) -> None:
     require(request.version)
+    require(request.progress)
     if len(request.relayed) > _MOST_RELAYED:
         raise Rejected(ErrorCode.BAD_REQUEST, f"a shard of a relay has at most {_MOST_RELAYED} cuts of its source")
     for name in request.relayed:

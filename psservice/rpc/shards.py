@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 LONGEST_SECONDS = 30.0
 """How long shard 0 holds an answer."""
 
+_PROGRESS_SECONDS = 4.0  # how long instead if the shard has progress to tell, which it tells anew with each question
+
 _START_SECONDS = 10.0  # of shard 0 of the same command
 _FIND_SECONDS = 3.0  # for the servers that may be shard 0 to tell which serves
 _ANSWER_SECONDS = 10.0  # beyond that, before shard 0 is taken for away
@@ -69,6 +71,10 @@ class ShardCalls:
             digests = version.digest, *request.more_digests
             told = Part(version.generation, version.version, digests, request.publication)
             shard.cuts.hear(request.shard_index, request.cut, told)
+        if request.HasField("progress") and self._may_tell(call):
+            if not 0 < request.progress.shard_index < settings.num_shards:
+                raise Rejected(ErrorCode.BAD_REQUEST, "progress is of another shard than shard 0")
+            shard.progress.hear(request.progress)
         if shard.relaying is not None and self._may_tell(call):
             shard.relaying.hear(request.shard_index, request.relayed, request.not_relayed)
         number, news = shard.news, news_of(shard)  # in this order: what changes from here on changes the number
@@ -90,18 +96,19 @@ def question_of(shard: Shard, known: int) -> pb.FollowRunRequest:
     if part is not None:
         first, *more = part.digests
         version = pb.ShardVersion(generation=part.generation, version=part.version, digest=first)
-    model, relaying = shard.model, shard.relaying
+    model, relaying, progress = shard.model, shard.relaying, shard.progress.own
     return pb.FollowRunRequest(
         shard_index=shard.settings.shard_index,
         num_shards=shard.settings.num_shards,
         known=known,
-        wait_seconds=LONGEST_SECONDS,
+        wait_seconds=LONGEST_SECONDS if progress is None else _PROGRESS_SECONDS,
         cut=cut,
         version=version,
         more_digests=more,
         relayed=model.cuts_here() if isinstance(model, RelayedShard) else (),
         not_relayed="" if relaying is None else relaying.failed,
         publication="" if part is None else part.publication,
+        progress=progress,
     )
 
 

@@ -78,6 +78,7 @@ def status_of(shard: Shard, uptime_seconds: float, queued: int, *, brief: bool =
         relay=_relay(shard),
         replication=_replication(shard),
         replaced_by=shard.replaced_by,
+        shards=shard.progress.known(),
     )
 
 
@@ -154,6 +155,7 @@ def _worker_status(shard: Shard, member: Member) -> pb.WorkerStatus:
         idle_seconds=max(0.0, now - member.clock_moved),
         interval_seconds=member.interval_seconds,
         release=member.release,
+        loss=member.loss,
     )
 
 

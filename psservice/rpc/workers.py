@@ -229,6 +229,7 @@ class WorkerCalls:
                 self._metrics.repeated_pushes.inc()
             assert member is not None
             member.push_bytes += call.received_bytes
+            self._metrics.push_size_bytes.observe(call.received_bytes)
             self._metrics.count("PushSparse", 1, call.received_bytes, dense_bytes=self._limits()[1])
             return pb.PushSparseResponse(
                 version=answer.version,

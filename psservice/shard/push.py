@@ -74,6 +74,9 @@ def _push(
         shard.leases.waiters.wake()
     member.last_step, member.staleness = header.step, answer.staleness
     member.samples = added(member.samples, header.samples)
+    if header.HasField("loss"):
+        member.loss = header.loss
+        shard.progress.note_loss(header.loss)
     had_none = member.has_no_samples
     shard.leases.pushed(member)
     if had_none:

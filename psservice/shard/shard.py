@@ -38,6 +38,7 @@ from psservice.replies.topk import TopKSettings
 from psservice.rounds.round_shard import RoundShard
 from psservice.rounds.synchronizer import RoundSynchronizer
 from psservice.settings import ServerSettings
+from psservice.shard.progress import Progress
 from psservice.shard.upload import Uploads
 from psservice.state.records import Record
 from psservice.state.run import Run
@@ -95,6 +96,7 @@ class Shard:
         cuts: versions that readers follow.
         memory: what calls occupy, and what is kept for them and for workers.
         packed, layout_json: return the layout as it travels, and as snapshots have it.
+        progress: how the shards fare, for people to see.
         news: a number that differs once there are news for the other shards; see :meth:`tell_shards`.
         published: the version of a feed or a relay that is durable on shard 0, so that the other shards may publish it,
             and the name under which it was staged.
@@ -162,6 +164,7 @@ class Shard:
             identity = environment.random_bytes(8).hex()
             self.relaying = Relaying(settings.num_shards, identity, environment.monotonic)
         self.cuts = Cuts(self, settings.cut_seconds, settings.num_shards)
+        self.progress = Progress(environment.monotonic)
 
     def new_state(self) -> ShardState:
         """Return the state of a shard without a model."""

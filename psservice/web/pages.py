@@ -1,4 +1,7 @@
-"""The pages: ``/metrics`` for Prometheus, ``/`` for people, and ``/status.json``, which that page reads."""
+"""The pages: ``/metrics`` for Prometheus, ``/`` for people, and what that page reads.
+
+That is ``/status.json``, and the past: ``/recent.json`` (ten minutes) and ``/history.json`` (since the start).
+"""
 
 import base64
 import hashlib
@@ -13,11 +16,13 @@ from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.observability.history import History, columns
 from psservice.observability.protojson import plain
 
 log = logging.getLogger(__name__)
 
 _COMMON = [("Server", "psservice"), ("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff")]
+_PATHS = b"there are /, /status.json, /recent.json, /history.json and /metrics\n"
 _PAGE_HEADERS = [
     ("Referrer-Policy", "no-referrer"),
     ("X-Frame-Options", "DENY"),
@@ -25,8 +30,10 @@ _PAGE_HEADERS = [
 ]
 
 
-def application(registry: CollectorRegistry, report: Callable[[], pb.GetStatusResponse]) -> WSGIApplication:
-    """Return the WSGI application over these metrics and this status; no request changes anything."""
+def application(
+    registry: CollectorRegistry, report: Callable[[], pb.GetStatusResponse], history: History
+) -> WSGIApplication:
+    """Return the WSGI application over these metrics, this status and this past; no request changes anything."""
     metrics: WSGIApplication = make_wsgi_app(registry)
     page = resources.files("psservice.web").joinpath("status.html").read_bytes()
     page_headers = [("Content-Security-Policy", content_security_policy(page.decode())), *_PAGE_HEADERS]
@@ -41,6 +48,9 @@ def application(registry: CollectorRegistry, report: Callable[[], pb.GetStatusRe
             start(status, [("Content-Type", kind), ("Content-Length", str(len(body))), *headers])
             return [body]
 
+        def send_json(value: Any) -> Iterable[bytes]:
+            return send("200 OK", "application/json", json.dumps(value).encode(), _PAGE_HEADERS)
+
         def read(path: str) -> Iterable[bytes]:
             match path:
                 case "/metrics":
@@ -48,9 +58,18 @@ def application(registry: CollectorRegistry, report: Callable[[], pb.GetStatusRe
                 case "/":
                     return send("200 OK", "text/html; charset=utf-8", page, page_headers)
                 case "/status.json":
-                    return send("200 OK", "application/json", json.dumps(plain(report())).encode(), _PAGE_HEADERS)
+                    return send_json(plain(report()))
+                case "/recent.json":
+                    return send_json(columns(history.recent()))
+                case "/history.json":
+                    return send_json(columns(history.whole()))
                 case _:
-                    return send("404 Not Found", "text/plain", b"there are /, /status.json and /metrics\n", [])
+                    return send(
+                        "404 Not Found",
+                        "text/plain",
+                        _PATHS,
+                        [],
+                    )
 
         if method not in ("GET", "HEAD"):
             return send("405 Method Not Allowed", "text/plain", b"only GET and HEAD\n", [("Allow", "GET, HEAD")])

@@ -64,6 +64,18 @@ def test_waiting_and_applying_are_told_apart_beyond_a_second():
         assert buckets(name)[-1] >= 100
 
 
+def test_sizes_and_times_are_told_apart_from_small_models_to_large_ones_on_slow_lines():
+    dense, line = 4 * 1_000_000_000, 10e6 / 8
+    assert buckets("psservice_push_size_bytes")[0] <= 1024
+    assert buckets("psservice_push_size_bytes")[-1] >= dense
+    declared = Metrics()
+    declared.call_seconds.of("PushSparse").observe(1.0)
+    (metric,) = declared.call_seconds.collect()
+    bounds = [float(each.labels["le"]) for each in metric.samples if each.name.endswith("_bucket")]
+    assert sorted(bounds)[-2] >= 0.9 * dense / line
+    assert buckets("psservice_reply_density")[0] <= 1e-4
+
+
 def selectors(expression):
     found = []
 

@@ -158,6 +158,7 @@ class Service:
             generation=self.generation,
             base_version=self.engine.require_model(None).version if self.layout.word_bytes else 0,
             samples=1,
+            loss=chance.gauss(0, 1),
             plan=[pb.Group(start=0, length=self.layout.size)],
             finished=[pb.FinishedSamples(dataset="train", ranges=[pb.SampleRange(start=7 * self.step, count=9)])],
         )
@@ -230,7 +231,11 @@ class Service:
                 )
             ],
             "ReadCut": lambda: [self.read_cut(chance)],
-            "FollowRun": lambda: [pb.FollowRunRequest(num_shards=1, known=chance.randrange(3))],
+            "FollowRun": lambda: [
+                pb.FollowRunRequest(
+                    num_shards=1, known=chance.randrange(3), progress=pb.ShardProgress(shard_index=chance.randrange(3))
+                )
+            ],
             "GetStatus": lambda: [pb.GetStatusRequest()],
             "FinishRun": lambda: [pb.FinishRunRequest(run_id="another")],
             "TakeSnapshot": lambda: [pb.TakeSnapshotRequest(checkpoint="c")],

@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from psservice.observability.history import History
 from psservice.web import server as web
 from psservice.web.pages import application
 from psservice.web.server import WebServer
@@ -28,7 +29,7 @@ def served():
     """A server over one counter and a status with a hostile name."""
     registry = CollectorRegistry()
     Counter("things", "Things", registry=registry)
-    server = WebServer("127.0.0.1", 0, application(registry, report))
+    server = WebServer("127.0.0.1", 0, application(registry, report, History()))
     yield server
     server.close()
 
@@ -53,7 +54,7 @@ def send(server, data):
         return found
 
 
-@pytest.mark.parametrize("path", ["/", "/status.json", "/metrics", "/nothing"])
+@pytest.mark.parametrize("path", ["/", "/status.json", "/recent.json", "/history.json", "/metrics", "/nothing"])
 def test_every_answer_forbids_what_a_browser_might_do_with_it(path, served):
     answer, _ = ask(served, path=path)
     assert answer.status == (404 if path == "/nothing" else 200)
@@ -116,7 +117,7 @@ def test_a_page_that_fails_tells_nothing(served):
     def broken():
         raise RuntimeError("secret")
 
-    server = WebServer("127.0.0.1", 0, application(CollectorRegistry(), broken))
+    server = WebServer("127.0.0.1", 0, application(CollectorRegistry(), broken, History()))
     try:
         answer, body = ask(server, path="/status.json")
         assert answer.status == 500

@@ -1307,6 +1307,7 @@ class FollowRunRequest(_message.Message):
     RELAYED_FIELD_NUMBER: _builtins.int
     PUBLICATION_FIELD_NUMBER: _builtins.int
     NOT_RELAYED_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     shard_index: _builtins.int
     """Which shard asks."""
     num_shards: _builtins.int
@@ -1333,6 +1334,10 @@ class FollowRunRequest(_message.Message):
     def relayed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Of a relay: the cuts of the source that this shard has, by name: the published and the staged one; at most 2 of at most 64 bytes."""
 
+    @_builtins.property
+    def progress(self) -> Global___ShardProgress:
+        """How this shard fares, for shard 0's status; unset if it has not measured yet."""
+
     def __init__(
         self,
         *,
@@ -1346,10 +1351,11 @@ class FollowRunRequest(_message.Message):
         relayed: _abc.Iterable[_builtins.str] | None = ...,
         publication: _builtins.str = ...,
         not_relayed: _builtins.str = ...,
+        progress: Global___ShardProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "known", b"known", "more_digests", b"more_digests", "not_relayed", b"not_relayed", "num_shards", b"num_shards", "publication", b"publication", "relayed", b"relayed", "shard_index", b"shard_index", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut", "known", b"known", "more_digests", b"more_digests", "not_relayed", b"not_relayed", "num_shards", b"num_shards", "progress", b"progress", "publication", b"publication", "relayed", b"relayed", "shard_index", b"shard_index", "version", b"version", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2189,6 +2195,7 @@ class PushHeader(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The worker's step; from 1, rises within an incarnation, the same at every shard."""
     generation: _builtins.int
@@ -2205,6 +2212,8 @@ class PushHeader(_message.Message):
     """How long the push may wait for other workers, or for a model that is being installed, seconds; 0 to be refused at
     once (TOO_FAR_AHEAD, ROUND_OPEN, BUSY).
     """
+    loss: _builtins.float
+    """To shard 0: the worker's loss, for people to see; unset if it has none to tell. Nothing is computed from it, and a recovery ignores it."""
     @_builtins.property
     def identity(self) -> Global___WorkerIdentity:
         """Who pushes."""
@@ -2237,12 +2246,15 @@ class PushHeader(_message.Message):
         finished: _abc.Iterable[Global___FinishedSamples] | None = ...,
         traceparent: _builtins.str = ...,
         wait_seconds: _builtins.float = ...,
+        loss: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "identity", b"identity", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "finished", b"finished", "generation", b"generation", "group_rates", b"group_rates", "identity", b"identity", "learning_rate", b"learning_rate", "plan", b"plan", "samples", b"samples", "step", b"step", "traceparent", b"traceparent", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "base_version", b"base_version", "finished", b"finished", "generation", b"generation", "group_rates", b"group_rates", "identity", b"identity", "learning_rate", b"learning_rate", "loss", b"loss", "plan", b"plan", "samples", b"samples", "step", b"step", "traceparent", b"traceparent", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
+    _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
 
 Global___PushHeader: _TypeAlias = PushHeader  # noqa: Y015
 
@@ -2864,6 +2876,7 @@ class WorkerStatus(_message.Message):
     IDLE_SECONDS_FIELD_NUMBER: _builtins.int
     INTERVAL_SECONDS_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name."""
     incarnation: _builtins.str
@@ -2892,6 +2905,8 @@ class WorkerStatus(_message.Message):
     """Mean time between its pushes, seconds; 0 before the second."""
     release: _builtins.str
     """Release of its program; empty if it has not told."""
+    loss: _builtins.float
+    """On shard 0: the loss that it has told last; unset if it has told none."""
     def __init__(
         self,
         *,
@@ -2909,14 +2924,75 @@ class WorkerStatus(_message.Message):
         idle_seconds: _builtins.float = ...,
         interval_seconds: _builtins.float = ...,
         release: _builtins.str = ...,
+        loss: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "idle_seconds", b"idle_seconds", "incarnation", b"incarnation", "interval_seconds", b"interval_seconds", "last_step", b"last_step", "lease_remaining_seconds", b"lease_remaining_seconds", "loss", b"loss", "pull_bytes", b"pull_bytes", "push_bytes", b"push_bytes", "pushes", b"pushes", "release", b"release", "reply_density", b"reply_density", "reply_mode", b"reply_mode", "samples", b"samples", "staleness", b"staleness", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
+    _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
+
+Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
+
+@_typing.final
+class ShardProgress(_message.Message):
+    """How a shard fares, over the last seconds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_INDEX_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    PUSHES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    PUSH_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    PULL_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    STALENESS_MEDIAN_FIELD_NUMBER: _builtins.int
+    STALENESS_LARGEST_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    DURABLE_FIELD_NUMBER: _builtins.int
+    AGE_SECONDS_FIELD_NUMBER: _builtins.int
+    shard_index: _builtins.int
+    """Which shard."""
+    version: _builtins.int
+    """Its version."""
+    pushes_per_second: _builtins.float
+    """Pushes applied a second."""
+    push_bytes_per_second: _builtins.float
+    """Message bytes received in pushes a second."""
+    pull_bytes_per_second: _builtins.float
+    """Message bytes sent in pulls a second."""
+    staleness_median: _builtins.float
+    """Staleness of each live worker's last push: the median."""
+    staleness_largest: _builtins.int
+    """The largest of these."""
+    draining: _builtins.bool
+    """True while the shard is drained."""
+    durable: _builtins.bool
+    """False while pushes cannot be written down as promised."""
+    age_seconds: _builtins.float
+    """For how long nothing newer has come from the shard, seconds; 0 of the shard that answers."""
+    def __init__(
+        self,
+        *,
+        shard_index: _builtins.int = ...,
+        version: _builtins.int = ...,
+        pushes_per_second: _builtins.float = ...,
+        push_bytes_per_second: _builtins.float = ...,
+        pull_bytes_per_second: _builtins.float = ...,
+        staleness_median: _builtins.float = ...,
+        staleness_largest: _builtins.int = ...,
+        draining: _builtins.bool = ...,
+        durable: _builtins.bool = ...,
+        age_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle_seconds", b"idle_seconds", "incarnation", b"incarnation", "interval_seconds", b"interval_seconds", "last_step", b"last_step", "lease_remaining_seconds", b"lease_remaining_seconds", "pull_bytes", b"pull_bytes", "push_bytes", b"push_bytes", "pushes", b"pushes", "release", b"release", "reply_density", b"reply_density", "reply_mode", b"reply_mode", "samples", b"samples", "staleness", b"staleness", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_seconds", b"age_seconds", "draining", b"draining", "durable", b"durable", "pull_bytes_per_second", b"pull_bytes_per_second", "push_bytes_per_second", b"push_bytes_per_second", "pushes_per_second", b"pushes_per_second", "shard_index", b"shard_index", "staleness_largest", b"staleness_largest", "staleness_median", b"staleness_median", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
+Global___ShardProgress: _TypeAlias = ShardProgress  # noqa: Y015
 
 @_typing.final
 class EvictedWorker(_message.Message):
@@ -2994,6 +3070,7 @@ class GetStatusResponse(_message.Message):
     REPLICATION_FIELD_NUMBER: _builtins.int
     STANDBY_FIELD_NUMBER: _builtins.int
     REPLACED_BY_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     run_state: Global___RunState.ValueType
@@ -3100,6 +3177,10 @@ class GetStatusResponse(_message.Message):
     def standby(self) -> Global___StandbyStatus:
         """Of a standby: what it has; unset for a server that serves."""
 
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardProgress]:
+        """On shard 0: all shards that it has heard of, in order; on another shard, that shard. Empty in the first seconds."""
+
     def __init__(
         self,
         *,
@@ -3147,10 +3228,11 @@ class GetStatusResponse(_message.Message):
         replication: Global___ReplicationStatus | None = ...,
         standby: Global___StandbyStatus | None = ...,
         replaced_by: _builtins.int = ...,
+        shards: _abc.Iterable[Global___ShardProgress] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["relay", b"relay", "replication", b"replication", "settings", b"settings", "standby", b"standby"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_bytes", b"buffer_bytes", "calls_inside", b"calls_inside", "cut_version", b"cut_version", "dense_pull_bytes", b"dense_pull_bytes", "dense_push_bytes", b"dense_push_bytes", "device", b"device", "draining", b"draining", "durability", b"durability", "durable", b"durable", "evicted", b"evicted", "generation", b"generation", "journal_bytes", b"journal_bytes", "known_shards", b"known_shards", "length", b"length", "max_staleness", b"max_staleness", "method", b"method", "num_shards", b"num_shards", "origins", b"origins", "parameters", b"parameters", "ports_in_a_row", b"ports_in_a_row", "pull_bytes", b"pull_bytes", "pulls", b"pulls", "push_bytes", b"push_bytes", "pushes", b"pushes", "queue_limit", b"queue_limit", "queued", b"queued", "readers", b"readers", "relay", b"relay", "replaced_by", b"replaced_by", "replication", b"replication", "run_id", b"run_id", "run_state", b"run_state", "samples", b"samples", "server_version", b"server_version", "settings", b"settings", "shard_index", b"shard_index", "snapshot_age_seconds", b"snapshot_age_seconds", "snapshot_checkpoint", b"snapshot_checkpoint", "snapshot_version", b"snapshot_version", "standby", b"standby", "start", b"start", "uptime_seconds", b"uptime_seconds", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buffer_bytes", b"buffer_bytes", "calls_inside", b"calls_inside", "cut_version", b"cut_version", "dense_pull_bytes", b"dense_pull_bytes", "dense_push_bytes", b"dense_push_bytes", "device", b"device", "draining", b"draining", "durability", b"durability", "durable", b"durable", "evicted", b"evicted", "generation", b"generation", "journal_bytes", b"journal_bytes", "known_shards", b"known_shards", "length", b"length", "max_staleness", b"max_staleness", "method", b"method", "num_shards", b"num_shards", "origins", b"origins", "parameters", b"parameters", "ports_in_a_row", b"ports_in_a_row", "pull_bytes", b"pull_bytes", "pulls", b"pulls", "push_bytes", b"push_bytes", "pushes", b"pushes", "queue_limit", b"queue_limit", "queued", b"queued", "readers", b"readers", "relay", b"relay", "replaced_by", b"replaced_by", "replication", b"replication", "run_id", b"run_id", "run_state", b"run_state", "samples", b"samples", "server_version", b"server_version", "settings", b"settings", "shard_index", b"shard_index", "shards", b"shards", "snapshot_age_seconds", b"snapshot_age_seconds", "snapshot_checkpoint", b"snapshot_checkpoint", "snapshot_version", b"snapshot_version", "standby", b"standby", "start", b"start", "uptime_seconds", b"uptime_seconds", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -83,7 +83,75 @@ def test_workers_appear_follow_and_go_and_the_page_keeps_to_its_server(browser):
         optimizer.close()
         wait_until(lambda: text(browser, "workers") == "", 60)
         asked = requested(browser, origin)
-        assert {urllib.parse.urlsplit(url).path for url in asked if url.startswith(origin)} == {"/", "/status.json"}
+        assert {urllib.parse.urlsplit(url).path for url in asked if url.startswith(origin)} == {
+            "/",
+            "/status.json",
+            "/recent.json",
+        }
         assert all(url.startswith((f"{origin}/", "data:")) for url in asked), asked
         assert browser.get_log("browser") == []
     wait_until(lambda: "No answer since" in text(browser, "trouble"), 60)
+
+
+CURVES = """return Object.fromEntries([...document.querySelectorAll('#curves figure')].map((figure) => [
+    figure.querySelector('figcaption span').textContent,
+    [...figure.querySelectorAll('path')].map((path) => path.getAttribute('d')),
+]))"""
+
+
+def points(path):
+    """The coordinates of a curve's points."""
+    return [tuple(map(float, each.split())) for each in path.replace("M", "L").split("L")[1:]]
+
+
+def rows(browser, name):
+    return [row.split() for row in text(browser, name).splitlines()]
+
+
+def test_shard_0_draws_the_past_of_all_shards_and_others_say_whose_page_does(browser):
+    with LocalServer(shards=2) as server:
+        model = make_model(batch_norm=False)
+        optimizer = psclient.DGS(
+            model.parameters(), lr=0.1, model=model, server=server.server, worker="w", settings=QUICK
+        )
+        first, second = (f"http://{address}/" for address in server.metrics_addresses)
+        browser.get(first)
+
+        def trains_until(holds):
+            train_step(model, optimizer, *make_data())
+            optimizer.log_loss(-0.5)
+            return holds()
+
+        def curves():
+            return browser.execute_script(CURVES)
+
+        wait_until(lambda: trains_until(lambda: len(points(*curves().get("Loss, mean of workers", [""]))) > 1), 120)
+        wait_until(lambda: trains_until(lambda: [row[0] for row in rows(browser, "shards")] == ["0", "1"]), 60)
+        wait_until(lambda: trains_until(lambda: all(int(row[1]) > 0 for row in rows(browser, "shards"))), 60)
+        found = curves()
+        assert {name: len(paths) for name, paths in found.items()} == {
+            "Loss, mean of workers": 1,
+            "Versions a second": 1,
+            "Staleness": 2,
+            "Bytes a second": 2,
+            "Samples a second": 1,
+            "Live workers": 1,
+        }
+        versions = points(*found["Versions a second"])
+        assert [x for x, _ in versions] == sorted(x for x, _ in versions)
+        assert min(y for _, y in versions) < max(y for _, y in versions), "it has risen from nothing"
+        assert browser.execute_script(
+            "return document.querySelector('#curves svg').getAttribute('aria-label')"
+        ).startswith("Loss, mean of workers: now loss -0.5;")
+        browser.execute_script("document.getElementById('history').click()")
+        wait_until(lambda: any(url == f"{first}history.json" for url in requested(browser, first)), 60)
+        for width in (320, 1200):
+            size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+            browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+            wide = browser.execute_script("return [document.documentElement.scrollWidth, window.innerWidth]")
+            assert wide[0] <= wide[1], "nothing has to be scrolled sideways"
+        browser.get(second)
+        wait_until(lambda: "shard 0's page" in text(browser, "others"), 60)
+        assert [row[0] for row in rows(browser, "shards")] == ["1"]
+        assert browser.get_log("browser") == []
+        optimizer.close()
