@@ -74,9 +74,14 @@ def one(overlay: str, kind: str, name: str) -> Object:
 def pods(overlay: str) -> Iterator[tuple[str, Object]]:
     """Yield every pod template of an overlay with the kind that it belongs to."""
     for each in build(overlay):
-        for path in POD_TEMPLATES.get(each["kind"], []):
-            for template in _at(each, path.split(".")):
-                yield each["kind"], template
+        for template in templates_of(each):
+            yield each["kind"], template
+
+
+def templates_of(each: Object) -> Iterator[Object]:
+    """Yield the pod templates of an object."""
+    for path in POD_TEMPLATES.get(each["kind"], []):
+        yield from _at(each, path.split("."))
 
 
 def _at(value: Any, path: list[str]) -> Iterator[Any]:

@@ -6,6 +6,7 @@ from pscore.net.addresses import expand, split
 from pscore.net.alternatives import alternatives
 from psservice.rpc.caller import Role
 from psservice.rpc.certificate_names import CertificateNames
+from psservice.rpc.health_and_reflection import LIVENESS
 from psservice.settings import ServerSettings
 from tests.deploy import manifests
 from tests.deploy.manifests import container, environment, one
@@ -99,6 +100,11 @@ def test_a_standby_is_in_no_zone_and_on_no_node_of_its_shard():
     for term in terms:
         assert term["matchLabelKeys"] == ["apps.kubernetes.io/pod-index"]
         assert term["labelSelector"]["matchLabels"].items() <= template_of("psservice")["metadata"]["labels"].items()
+
+
+def test_a_rolling_update_does_not_wait_for_a_standby_to_serve():
+    assert container(template_of(STANDBY))["readinessProbe"]["grpc"]["service"] == LIVENESS
+    assert "service" not in container(template_of("psservice"))["readinessProbe"]["grpc"]
 
 
 def test_the_number_of_the_last_shard_fits():
