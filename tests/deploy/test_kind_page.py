@@ -24,13 +24,13 @@ CLUSTER = "sparseps"
 ORDINAL = re.compile(r"(.+)-(\d+)")
 
 
-class Refused(AssertionError):
+class RefusedError(AssertionError):
     """A command names something that is not there."""
 
 
 def require(condition: object, why: str) -> None:
     if not condition:
-        raise Refused(why)
+        raise RefusedError(why)
 
 
 def commands(text: str) -> list[list[str]]:
@@ -207,7 +207,7 @@ class Cluster:
                     labels["batch.kubernetes.io/job-completion-index"] = "0"
                 if wanted.items() <= labels.items():
                     return
-        raise Refused(f"{selector}: no pod has these labels")
+        raise RefusedError(f"{selector}: no pod has these labels")
 
     def inside(self, objects: list[str], words: list[str]) -> None:
         template = self.pod(objects[0])
@@ -227,12 +227,18 @@ class Cluster:
             require(any(str(out).startswith(f"{mount}/") for mount in mounts), f"{out}: cannot be written there")
 
 
-def test_every_command_of_the_page_finds_what_it_names(tmp_path):
-    cluster = Cluster(tmp_path)
-    taken = commands(PAGE.read_text())
+def follow(text: str, folder: Path) -> Cluster:
+    """Give every command of a page to a cluster of its own, which is returned."""
+    cluster = Cluster(folder)
+    taken = commands(text)
     assert len(taken) > 20
     for words in taken:
         cluster.run(words)
+    return cluster
+
+
+def test_every_command_of_the_page_finds_what_it_names(tmp_path):
+    cluster = follow(PAGE.read_text(), tmp_path)
     assert not cluster.exists
     assert {kind for kind, _ in cluster.objects} == {"Namespace", "Secret"}, "delete -k leaves the namespace"
 
@@ -252,8 +258,5 @@ def test_every_command_of_the_page_finds_what_it_names(tmp_path):
 def test_a_wrong_line_is_found(line, instead, tmp_path):
     text = PAGE.read_text()
     assert line in text
-    cluster = Cluster(tmp_path)
-    taken = commands(text.replace(line, instead, 1))
     with pytest.raises(AssertionError):
-        for words in taken:
-            cluster.run(words)
+        follow(text.replace(line, instead, 1), tmp_path)
