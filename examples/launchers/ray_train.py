@@ -4,8 +4,8 @@ Needs ray[train] here and sparseps on every node. The server runs by itself: pss
 
     python examples/launchers/ray_train.py --server host:50051 --workers 4
 
-If a worker fails, Ray starts all of them anew (--failures). They join again with the server's model, so no update that it
-has acknowledged is lost. A task for each worker begins again alone: docs/guide/fine-tuning.md, "Ray".
+If a worker fails, Ray starts all of them anew (--failures). They join again with the server's model, so no update that
+it has acknowledged is lost. A task for each worker begins again alone: docs/guide/fine-tuning.md, "Ray".
 """
 
 import argparse
