@@ -24,11 +24,11 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart examples test container-test fuzz fuzz-service chaos soak lint format smoke docs stubs references bench gpu scale compare evidence rivals wheel clean
+.PHONY: help venv quickstart examples test container-test fuzz fuzz-service chaos soak lint format smoke docs stubs references bench gpu scale compare evidence rivals wheel release-check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo 'ARGS="..." goes to the program behind quickstart, examples, test, fuzz, chaos, soak, bench, scale, compare, evidence and rivals; PYTHON=python3.12 picks the interpreter.'
+	@echo 'ARGS="..." goes to the program behind quickstart, examples, test, fuzz, chaos, soak, bench, scale, compare, evidence, rivals, wheel and release-check; PYTHON=python3.12 picks the interpreter.'
 
 venv: $(STAMP) ## Set up .venv with the tested versions of everything
 
@@ -68,7 +68,7 @@ fuzz: venv ## Look for hostile chunks that no test has; ARGS="--seconds 600 --co
 	@$(PIP) install --quiet -c constraints.txt -e '.[fuzz]'
 	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m tools.fuzz_codecs $(ARGS)
 
-chaos: venv ## Break real servers, workers and connections, and account for every push, reply and publication; about a quarter of an hour
+chaos: venv ## Break real servers, workers and connections, cut the power of disks, and account for every push, reply and publication; about twenty minutes
 	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m verify $(ARGS)
 
 soak: venv ## Train for ten minutes and see that nothing grows; ARGS="--minutes 60"
@@ -120,9 +120,11 @@ fuzz-service: venv ## Call the whole service with nearly right messages; ARGS="-
 smoke: venv ## Run the smallest form of every target, seconds each; ARGS="compare scale" runs some
 	@$(TEST_ENVIRONMENT) VENV=$(VENV) $(VENV)/bin/python -m tools.smoke $(ARGS)
 
-wheel: venv ## Build a wheel into dist/
-	@$(PIP) wheel --quiet --no-deps --wheel-dir dist .
-	@ls dist/*.whl
+wheel: venv ## Build the source distribution, and a wheel of it, into dist/, and look into them
+	@$(VENV)/bin/python -m tools.release_check --contents $(ARGS)
+
+release-check: venv ## The same, and install the wheel in a bare environment for each Python that is here, 3.11 to 3.14, and train there; minutes
+	@$(VENV)/bin/python -m tools.release_check $(ARGS)
 
 clean: ## Remove what was built; keep .venv and runs/
 	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

@@ -29,7 +29,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "quickstart": (f"ARGS=--quick --methods dgs --out {OUT}/quickstart",),
     "fuzz": (f"ARGS=--seconds 5 --codec rice --output {OUT}/fuzz",),
     "fuzz-service": ("ARGS=--inputs 500",),
-    "chaos": (f"ARGS=--only kills --kills 2 --workers 2 --readers 1 --output {OUT}/chaos",),
+    "chaos": (f"ARGS=--only kills power-cuts --kills 2 --cuts 3 --workers 2 --readers 1 --output {OUT}/chaos",),
     "soak": (f"ARGS=--minutes 0.1 --workers 2 --hidden 64 --output {OUT}/soak",),
     "format": ("SOURCES=tools",),
     "stubs": (),
@@ -40,7 +40,8 @@ FORMS: dict[str, tuple[str, ...]] = {
     "compare": (f"ARGS=--smoke --output {OUT}/compare",),
     "evidence": (f"ARGS=--smoke --output {OUT}/evidence",),
     "rivals": (f"ARGS=--smoke --output {OUT}/rivals",),
-    "wheel": (),
+    "wheel": (f"ARGS=--output {OUT}/wheel",),
+    "release-check": (f"ARGS=--contents --output {OUT}/release",),
     "clean": ("--dry-run",),
 }
 """What is added to ``make TARGET``."""

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from verify.validate.cut_verdict import CutVerdict
 from verify.validate.feed_verdict import FeedVerdict
 from verify.validate.verdict import Verdict
 
@@ -24,6 +25,7 @@ class Plan:
         down_mode: how pulls are answered.
         readers: that follow the model meanwhile, and are killed.
         faults: of the servers, in a campaign of feeds; others come beside them.
+        cuts: of the power.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Plan:
     down_mode: str = "exact"
     readers: int = 0
     faults: int = 0
+    cuts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,7 @@ class Result:
         name: of the campaign.
         verdicts: of each shard.
         feeds: verdicts on feeds.
+        cuts: verdicts on servers whose power was cut.
         faults: what was done, and how often.
         network: what connections went through.
         troubles: calls that failed and were made again, by why.
@@ -75,6 +79,7 @@ class Result:
     name: str
     verdicts: list[Verdict] = field(default_factory=list)
     feeds: list[FeedVerdict] = field(default_factory=list)
+    cuts: list[CutVerdict] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
     network: dict[str, int] = field(default_factory=dict)
     troubles: Counter[str] = field(default_factory=Counter)
@@ -90,9 +95,10 @@ class Result:
         return (
             not self.failures
             and self.generations == 1
-            and bool(self.verdicts or self.feeds)
+            and bool(self.verdicts or self.feeds or self.cuts)
             and all(verdict.good for verdict in self.verdicts)
             and all(verdict.good for verdict in self.feeds)
+            and all(verdict.good for verdict in self.cuts)
         )
 
     def total(self, what: str) -> int:
@@ -107,10 +113,12 @@ class Result:
             for verdict in self.verdicts
         ]
         feeds = [asdict(verdict) | {"good": verdict.good} for verdict in self.feeds]
+        cuts = [asdict(verdict) | {"good": verdict.good} for verdict in self.cuts]
         trials = [{name: getattr(trial, name) for name in trial.__slots__} for trial in self.trials]
         return plain | {
             "verdicts": verdicts,
             "feeds": feeds,
+            "cuts": cuts,
             "trials": trials,
             "faults": dict(self.faults),
             "troubles": dict(self.troubles),

@@ -43,6 +43,22 @@ _FEED_FIGURES = (
     ("late", "late"),
 )
 
+_CUT_FIGURES = (
+    ("cuts", "cuts"),
+    ("sent", "sent"),
+    ("acknowledged", "acknowl."),
+    ("repeated", "repeats"),
+    ("gone", "gone"),
+    ("lost", "lost"),
+    ("duplicated", "twice"),
+    ("compared", "models"),
+    ("different", "different"),
+    ("checkpoints", "checkpoints"),
+    ("checkpoints_lost", "lost"),
+    ("histories", "histories"),
+    ("refused", "refused"),
+)
+
 
 def show(console: Console, results: Sequence[Result], notes: Sequence[str]) -> None:
     """Print the tables, and everything that is wrong."""
@@ -50,7 +66,7 @@ def show(console: Console, results: Sequence[Result], notes: Sequence[str]) -> N
     table.add_column("campaign")
     for title in ("kills", *(title for _, title in _FIGURES), "bit-identical", "seconds"):
         table.add_column(title, justify="right")
-    pushes = [result for result in results if not result.feeds]
+    pushes = [result for result in results if not result.feeds and not result.cuts]
     for result in pushes:
         figures = [f"{result.total(name):,}" for name, _ in _FIGURES]
         identical = bool(result.verdicts) and all(verdict.bit_identical for verdict in result.verdicts)
@@ -58,8 +74,10 @@ def show(console: Console, results: Sequence[Result], notes: Sequence[str]) -> N
         table.add_row(result.name, kills, *figures, "yes" if identical else "NO", f"{result.seconds:.0f}")
     if pushes:
         console.print(table)
-    if len(pushes) < len(results):
-        console.print(_table_of_feeds([result for result in results if result.feeds]))
+    if feeds := [result for result in results if result.feeds]:
+        console.print(_table_of_feeds(feeds))
+    if cuts := [result for result in results if result.cuts]:
+        console.print(_table_of_cuts(cuts))
     done = Table(title="What was done to it", title_justify="left", box=box.SIMPLE)
     done.add_column("")
     done.add_column("times", justify="right")
@@ -85,6 +103,23 @@ def _table_of_feeds(results: Sequence[Result]) -> Table:
         kills = str(result.faults["servers killed"])
         table.add_row(result.name, kills, *figures, "yes" if result.good else "NO", f"{result.seconds:.0f}")
     return table
+
+
+def _table_of_cuts(results: Sequence[Result]) -> Table:
+    table = Table(title="Every push accounted for behind every power cut", title_justify="left", box=box.SIMPLE)
+    table.add_column("campaign", no_wrap=True)
+    for title in (*(title for _, title in _CUT_FIGURES), "oldest gone", "good", "seconds"):
+        table.add_column(title, justify="right")
+    for result in results:
+        figures = [f"{cut_total(result, name):,}" for name, _ in _CUT_FIGURES]
+        oldest = max(verdict.gone_seconds for verdict in result.cuts)
+        table.add_row(result.name, *figures, f"{oldest:.2f} s", "yes" if result.good else "NO", f"{result.seconds:.0f}")
+    return table
+
+
+def cut_total(result: Result, what: str) -> int:
+    """Sum a figure of a result's verdicts on power cuts."""
+    return sum(int(getattr(verdict, what)) for verdict in result.cuts)
 
 
 def feed_total(result: Result, what: str) -> int:
@@ -121,6 +156,7 @@ def problems(results: Sequence[Result]) -> list[str]:
         for shard, verdict in enumerate(result.verdicts):
             found += [f"{result.name}, shard {shard}: {note}" for note in verdict.notes]
         found += [f"{result.name}: {note}" for feed in result.feeds for note in feed.notes]
+        found += [f"{result.name}: {note}" for cuts in result.cuts for note in cuts.notes]
         if not result.good and not found:
             found.append(f"{result.name}: the accounts do not agree")
     return found
@@ -134,6 +170,7 @@ def write(path: Path, facts: dict[str, Any], results: Sequence[Result], notes: S
         "good": all(result.good for result in results),
         "totals": total,
         "feeds": {name: sum(feed_total(result, name) for result in results) for name, _ in _FEED_FIGURES},
+        "cuts": {name: sum(cut_total(result, name) for result in results) for name, _ in _CUT_FIGURES},
         "faults": faults(results),
         "problems": problems(results),
         "notes": list(notes),

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from psclient.errors import ConfigurationError
 from psclient.reader.sink import Sink, StagedCut, reader_dtype
-from pscore.files import sync, sync_folder
+from pscore.files import make_folder, put_in_place, sync
 from pscore.model import modelfile
 from pscore.model.buffers import pack
 from pscore.model.digest import ModelDigest, total, words_of
@@ -154,8 +154,7 @@ class DirectorySink(Sink):
                             tensor = words_in(tensor, layout.value_dtype)
                         _fill(tensor, layout.offsets[position], part)
                 modelfile.save(temporary, tensors, {"format": "pt"})
-            sync(temporary)
-            os.replace(temporary, self.path / new)
+            put_in_place(temporary, self.path / new)
             if begins is not None:
                 self._known_begins[group.start] = _identity(self.path / new), begins
             names[index] = new
@@ -163,20 +162,17 @@ class DirectorySink(Sink):
             buffers = f"model-{number}-buffers.safetensors"
             tensors = {spec.name: value for spec, value in zip(layout.buffers, staged.buffers, strict=True)}
             modelfile.save(self.path / f".{buffers}.tmp", tensors, {"format": "pt"})
-            sync(self.path / f".{buffers}.tmp")
-            os.replace(self.path / f".{buffers}.tmp", self.path / buffers)
+            put_in_place(self.path / f".{buffers}.tmp", self.path / buffers)
         files = _Files(tuple(names), buffers)
         temporary = self.path / f".{INDEX}.tmp"
         temporary.write_text(json.dumps(self._described(staged.cut, files), separators=(",\n", ": ")), encoding="utf-8")
-        sync(temporary)
-        sync_folder(self.path)
+        sync(temporary)  # now, so that all shards' versions are committed at about the same time
         self._staged = staged.cut, files
 
     def commit(self) -> None:
         """Rename the index."""
         assert self._staged is not None
-        os.replace(self.path / f".{INDEX}.tmp", self.path / INDEX)
-        sync_folder(self.path)
+        put_in_place(self.path / f".{INDEX}.tmp", self.path / INDEX)
         self._before = self._files.all()
         self._held, self._files = self._staged
         self._named, self._staged = self._files.all(), None
@@ -196,7 +192,7 @@ class DirectorySink(Sink):
 
     def _make(self) -> None:
         """Make the directory if it is not there, and lock it if its lock is not ours."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         if self._lock >= 0:
             try:
                 if os.path.samestat(os.fstat(self._lock), (self.path / _LOCK).stat()):

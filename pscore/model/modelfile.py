@@ -5,7 +5,6 @@ A whole file has the tensors of ``model.state_dict()``. A part has the flat piec
 """
 
 import json
-import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from isal.isal_zlib import crc32
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from pscore.files import sync, sync_folder
+from pscore.files import put_in_place
 from pscore.model.layout import ModelLayout, Span, TensorSpec
 from pscore.names import model_file_fault
 
@@ -103,12 +102,10 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str
         on_host = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
         save(temporary, on_host, {**metadata, _CHECKSUM: _checksum(on_host.items())})
         temporary.chmod(mode)
-        sync(temporary)
-        os.replace(temporary, path)
+        put_in_place(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
 
 
 def part_path(path: Path, shard_index: int, num_shards: int) -> Path:

@@ -10,7 +10,7 @@ from urllib.parse import quote, unquote
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from pscore.files import sync_folder
+from pscore.files import make_folder, put_in_place, sync_folder
 from pscore.names import escaped, shown
 from psservice.backups.manifest import BACKUP_NAME, MOST_BACKUP_BYTES, BackupError, BackupManifest
 
@@ -106,7 +106,10 @@ class Store:
         """Write a file of a backup, of so many bytes: whatever had its name before is replaced."""
         where, path = self.where(checkpoint, folder, name), self._path(checkpoint, folder, name)
         with self._reading(where):
-            self._files.makedirs(self._path(checkpoint, folder), exist_ok=True)
+            if self._is_local:
+                make_folder(Path(self._path(checkpoint, folder)))
+            else:
+                self._files.makedirs(self._path(checkpoint, folder), exist_ok=True)
             block = max(_LEAST_BLOCK_BYTES, -(-nbytes // _MOST_BLOCKS))
             file = self._files.open(path, "wb", block_size=block)
         is_whole = False
@@ -134,14 +137,11 @@ class Store:
                 return
             folder = Path(path).parent
             unfinished = folder / f".{BACKUP_NAME}.tmp"
-            with unfinished.open("wb") as file:
-                file.write(manifest.to_bytes())
-                _sync(file)
-            for index in range(manifest.num_shards):
-                sync_folder(folder / manifest.folder(index))
-            unfinished.rename(path)
-            for each in (folder, folder.parent):
+            unfinished.write_bytes(manifest.to_bytes())
+            folders = (folder / manifest.folder(index) for index in range(manifest.num_shards))
+            for each in (*folders, folder.parent):  # whose name an export that broke off may have left
                 sync_folder(each)
+            put_in_place(unfinished, Path(path))
 
     def delete(self, checkpoint: str) -> None:
         """Remove a backup, its manifest first, or what an export that broke off has left."""

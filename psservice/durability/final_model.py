@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from pscore.files import make_folder
 from pscore.model import modelfile
 from pscore.model.layout import Span
 from psservice.model.parameters import ModelShard
@@ -84,7 +85,7 @@ class FinalModel:
         metadata = {"run_id": run_id, "version": str(copy.version), "format": "pt"}
         layout, span = copy.model.layout, copy.model.span
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             with closing(copy):
                 values = copy.read(span).cpu()
             if self._whole:

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from pscore.files import sync
+from pscore.files import make_folder, sync
 from psservice.model.copies import TensorCopy
 from psservice.storage import tensor_file
 
@@ -115,7 +115,7 @@ class Files:
 
     def make_directory(self, path: Path) -> None:
         """Create a directory that only its owner reads, with its parents, unless the directory exists."""
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(path, 0o700)
 
     def write(self, path: Path, data: bytes) -> None:
         """Write a whole file."""
@@ -181,11 +181,15 @@ def _birth_nanoseconds(path: Path) -> int:
 
 
 def discard(files: Files, path: Path) -> None:
-    """Remove a directory of plain files, which loses its name first; a failure leaves the rest for another time."""
+    """Remove a directory of plain files, which loses its name first; a failure leaves the rest for another time.
+
+    The name is gone from the disk before any file is, so no power cut leaves the name with a part of the files.
+    """
     with suppress(OSError):
         if not path.name.startswith("."):
             hidden = path.with_name(f".{path.name}.tmp")
             files.rename(path, hidden)
+            files.sync(path.parent)
             path = hidden
         for name in files.list(path):
             files.remove(path / name)

@@ -65,6 +65,8 @@ class RecoverySource:
         self.lost = False
         self.is_of_standby = watermark.fsync == STANDBY
         self._same_boot = bool(watermark.boot_id) and watermark.boot_id == files.boot_id()
+        # The snapshot was the last act of a server that was told to stop: it has acknowledged nothing behind.
+        self._was_stopped = watermark.clean and watermark.snapshot == snapshot.manifest.segment
         self._bytes_required = watermark.appended if self._same_boot else watermark.durable  # of the newest segment
         # A copy that was made while the server ran may have the lock of a later moment than the journal. One that was
         # made of a stopped server's directory must be whole.
@@ -94,8 +96,7 @@ class RecoverySource:
         newest = max(snapshots.newest_number(self._files, self.snapshot.path.parent), self._watermark.snapshot)
         if self.lost or self.is_copy or newest > max(first, last):
             return False
-        untouched = self._watermark.clean and self._watermark.snapshot == first
-        return untouched or self._same_boot or self._watermark.fsync == "always"
+        return self._was_stopped or self._same_boot or self._watermark.fsync == "always"
 
     def records(self) -> Iterator[Record]:
         """Yield the records behind the snapshot, in order; raises :class:`DamagedError` if strict."""
@@ -170,7 +171,7 @@ class RecoverySource:
         where = {"file": str(segment.path), "offset": segment.valid_bytes, "why": segment.torn}
         if self._is_hot_copy:
             log.warning("the copy ends inside a record, which is dropped", extra=where)
-        elif self._same_boot:
+        elif self._same_boot or self._was_stopped:
             log.warning("the journal ends in a record that was never acknowledged; it is dropped", extra=where)
         else:
             log.error(

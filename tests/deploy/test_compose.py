@@ -1,6 +1,7 @@
 """compose.yaml: valid, reached from this machine alone, of one mind with the image, the settings and the monitoring."""
 
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import pytest
@@ -22,6 +23,12 @@ def load(path: Path) -> dict[str, Any]:
     return found
 
 
+def interpolated(text: str) -> str:
+    """Replace the variables of a text by those of the ``.env`` that compose reads beside its file."""
+    lines = [line for line in (DEPLOY / ".env").read_text().splitlines() if line and not line.startswith("#")]
+    return Template(text).substitute(dict(line.split("=", 1) for line in lines))
+
+
 COMPOSE = load(DEPLOY / "compose.yaml")
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 WORKERS = [name for name in SERVICES if name.startswith("worker-")]
@@ -37,7 +44,7 @@ def server_settings(monkeypatch) -> settings.ServerSettings:
 
 
 def test_it_is_a_compose_file():
-    merged = yaml.safe_dump(COMPOSE)  # the library does not merge anchors
+    merged = interpolated(yaml.safe_dump(COMPOSE))  # the library neither merges anchors nor reads .env
     assert set(PyCompose.from_yaml(merged).service_names()) == {"server", *WORKERS, "prometheus", "grafana"}
     with pytest.raises(ValueError, match="cap_dropp"):
         PyCompose.from_yaml(merged.replace("cap_drop", "cap_dropp"))
@@ -82,7 +89,7 @@ def test_workers_call_the_server_and_differ_in_their_number_alone(name, server):
 
 @pytest.mark.parametrize("name", ["server", *WORKERS])
 def test_images_are_built_here_and_carry_the_version(name):
-    image, build = SERVICES[name]["image"], SERVICES[name]["build"]
+    image, build = interpolated(SERVICES[name]["image"]), SERVICES[name]["build"]
     assert image == {"server": "localhost/sparseps", "quickstart": "localhost/sparseps-quickstart"}[build["target"]] + (
         f":{__version__}"
     )

@@ -119,6 +119,19 @@ def test_the_image_for_gpus_takes_one_and_can_compile_where_the_root_is_read_onl
     assert any("gcc" in value and "sparseps[gpu]" in value for value in values("server-gpu", "RUN"))
 
 
+@pytest.mark.parametrize("stage", ["server", "quickstart"])
+def test_nothing_is_compiled_or_fetched_by_the_system_in_an_image_for_cpus(stage):
+    assert not [value for value in values(stage, "RUN") if re.search(r"\b(apt|apt-get|gcc|apk|dnf)\b", value)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_step_is_for_one_processor_alone(stage):
+    text = " ".join(value for _, value in STAGES[stage])
+    assert not re.search(r"amd64|linux-gnu|manylinux|\.whl", text)
+    if "x86_64" in text:
+        assert re.search(r"x86_64\) \S+ ;; \*\) \S+ ;; esac", text)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_nothing_that_must_stay_secret_is_an_argument_or_in_the_environment(stage):
     names = [value.partition("=")[0] for value in values(stage, "ARG")] + list(environment(stage))
@@ -142,6 +155,8 @@ def test_docker_and_podman_leave_out_the_same():
 
 
 def test_a_base_image_is_the_only_source_of_a_stage():
-    assert values("build", "FROM")[0].split()[0] == "${BASE_IMAGE}"
-    assert values("server", "FROM")[0].split()[0] == "${BASE_IMAGE}"
+    assert values("build", "FROM")[0].split()[0] == "${BUILD_IMAGE}"
+    assert values("base", "FROM")[0].split()[0] == "${BASE_IMAGE}"
+    assert values("server", "FROM")[0].split()[0] == "scratch"
+    assert {value.split()[0] for value in values("server", "COPY")[:3]} == {"--from=base", "--from=build"}
     assert values("quickstart", "FROM")[0].split()[0] == "server"

@@ -15,7 +15,7 @@ from types import FrameType, TracebackType
 from typing import IO
 
 from verify.cluster.release_before import environment, python
-from verify.failpoint import failed_syncs, skewed_clock
+from verify.failpoint import boots, failed_syncs, skewed_clock
 
 _START_SECONDS = 40.0
 _STOP_SECONDS = 40.0
@@ -57,6 +57,7 @@ class Servers:
     Attributes:
         told: of each shard that has started: the addresses that it listens on, by purpose.
         syncs: of each shard: the file of :mod:`verify.failpoint.failed_syncs`.
+        boot: the file of :mod:`verify.failpoint.boots`, of all shards: one machine.
         coordinator: where the shards dial shard 0; its own address unless another one is set.
         packages: folder from which shards that start from now on import psservice; ``None``: this repository's.
     """
@@ -72,6 +73,8 @@ class Servers:
         self.syncs = [directory / f"syncs-{index}" for index in range(shards)]
         for syncs in self.syncs:
             failed_syncs.set_error(syncs, 0)
+        self.boot = directory / "boot-id"
+        boots.keep(self.boot)
         self.data_dir = data_dir
         self.packages: Path | None = None
         self.told: dict[int, dict[str, str]] = {}
@@ -124,6 +127,7 @@ class Servers:
                 "verify.failpoint.serve",
                 str(self.clocks[shard]),
                 str(self.syncs[shard]),
+                str(self.boot),
                 "serve",
                 *flags,
             ],

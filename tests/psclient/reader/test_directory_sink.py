@@ -125,7 +125,7 @@ def crashing(monkeypatch, at):
     wrap(os, "replace")
     wrap(shutil, "copyfile")
     wrap(modelfile, "save")
-    wrap(modelfile, "sync")
+    wrap(os, "fsync")
     return count
 
 
@@ -165,7 +165,7 @@ def test_a_crash_at_any_file_operation_leaves_the_old_or_the_new_version(tmp_pat
     raise AssertionError("it never ended")
 
 
-@pytest.mark.parametrize("failure", ["copyfile", "save", "sync", "replace"])
+@pytest.mark.parametrize("failure", ["copyfile", "save", "fsync", "replace"])
 def test_a_disk_that_refuses_leaves_the_version_before(tmp_path, monkeypatch, failure):
     sink, _ = opened(tmp_path)
     before, after = values_of(1), changed(values_of(1), 2)
@@ -176,7 +176,7 @@ def test_a_disk_that_refuses_leaves_the_version_before(tmp_path, monkeypatch, fa
         raise OSError(28, "No space left on device")
 
     staged = staged_difference(sink, 2, before, after, buffers_of(2))
-    module = {"copyfile": shutil, "replace": os, "sync": directory_sink}.get(failure, modelfile)
+    module = {"copyfile": shutil, "replace": os, "fsync": os}.get(failure, modelfile)
     with monkeypatch.context() as patch:
         patch.setattr(module, failure, refuse)
         with pytest.raises(OSError, match="No space"):

@@ -9,6 +9,7 @@ from psservice.shard.join import leave
 from psservice.shard.rollback import roll_back
 from psservice.storage.files import DISK, StorageError
 from psservice.storage.journal import segment_numbers, segment_path
+from psservice.storage.journal_format import HEAD_BYTES
 from tests.psservice.durability.test_recovery import (
     LAYOUT,
     START,
@@ -122,6 +123,24 @@ def test_a_torn_tail_after_a_power_cut_begins_a_new_history(directory, monkeypat
         assert again.model.version == 1
         assert present(again) != generation
     with Shard(whole, fsync="always") as again:
+        assert (again.model.version, present(again)) == (1, generation)
+
+
+@pytest.mark.parametrize("left", ["nothing", "an empty file", "half a head"])
+def test_a_server_that_was_stopped_goes_on_behind_a_power_cut_that_took_its_last_empty_segment(
+    directory, monkeypatch, left
+):
+    with Shard(directory, fsync="never") as shard:
+        begin(shard)
+        send(shard, 1, sparse_push(shard.span, 0.5, 1))
+        generation = present(shard)
+    path = newest_segment(directory)
+    if left == "nothing":
+        path.unlink()
+    else:
+        os.truncate(path, 0 if left == "an empty file" else HEAD_BYTES // 2)
+    monkeypatch.setattr("psservice.storage.files.Files.boot_id", lambda _: "another")
+    with Shard(directory, fsync="never") as again:
         assert (again.model.version, present(again)) == (1, generation)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from verify.cluster import release_before
 from verify.cluster.release_before import NoReleaseBeforeError
+from verify.forgetful import filesystem
 
 
 def run_chaos(output, *arguments: str) -> dict:
@@ -91,6 +92,21 @@ def test_a_feed_is_one_model_that_was_published_whatever_dies(tmp_path):
     assert min(feeds[name] for name in ("acknowledged", "versions", "claims", "looks", "downloads")) > 0
     assert not any(feeds[name] for name in ("nobodys", "mixed", "renamed", "lost", "went_back", "late"))
     assert found["faults"]["servers killed"] >= 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(bool(filesystem.why_not()), reason=f"no file system: {filesystem.why_not()}")
+def test_a_power_cut_takes_no_more_than_the_mode_allows(tmp_path):
+    words = ["--only", "power-cuts", "--cuts", "12", "--output", str(tmp_path)]
+    run = subprocess.run([sys.executable, "-m", "verify", *words], capture_output=True, text=True, timeout=290)
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = json.loads((tmp_path / "chaos.json").read_text())
+    assert found["faults"]["power cuts"] == found["cuts"]["cuts"] == 12
+    assert [campaign["name"].split()[-1] for campaign in found["campaigns"]] == ["always", "interval", "never"]
+    assert min(found["cuts"][name] for name in ("acknowledged", "compared", "repeated")) > 0
+    always = found["campaigns"][0]["cuts"][0]
+    assert (always["gone"], always["lost"]) == (0, 0)
 
 
 @pytest.mark.slow
