@@ -15,9 +15,8 @@ _ORDER_SECONDS = 5.0  # for a shard to tell which one it is
 _SECURITY = ("tls_ca", "tls_cert", "tls_key", "token_file", "tls_server_name")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0 done, 1 failed, 2 wrong usage."""
-    open_missing_streams()
+def command_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(prog="psclient", description="The worker's side of a sparse parameter server.")
     parser.add_argument("--version", action="version", version=f"psclient {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -66,6 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     merge.add_argument("--out", type=Path, required=True, metavar="FILE")
     add_completion(commands)
     commands.add_parser("compile", help="compile a worker's loops for this machine now, so that no first step waits")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0 done, 1 failed, 2 wrong usage."""
+    open_missing_streams()
+    parser = command_parser()
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
 
     if options.command == "compile":

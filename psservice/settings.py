@@ -93,6 +93,11 @@ class ServerSettings(LayeredSettings):
         "file of roles of callers' certificates, ROLE NAME [WORKER] a line: a DNS name or URI of the certificate; "
         "refuses others; without it, and without --tokens, each certificate is an admin's",
     )
+    tls_server_name: str = setting(
+        "",
+        "name in the certificates of the servers that this one calls: shard 0 (--coordinator), a source (--of); empty: "
+        "that of their address",
+    )
     insecure: bool = setting(False, "allow unauthenticated callers from beyond loopback, also in plaintext")
     reflection: Literal["auto", "on", "off"] = setting("auto", "gRPC reflection; auto is on for loopback only")
 

@@ -48,6 +48,7 @@ _FLAGS = {
     "PSCLIENT_TLS_CA": "--source-ca",
     "PSCLIENT_TLS_CERT": "--source-cert",
     "PSCLIENT_TLS_KEY": "--source-key",
+    "PSCLIENT_TLS_SERVER_NAME": "--tls-server-name",
     "PSCLIENT_TOKEN_FILE": "--source-token-file",
 }
 """What other clients of a server are given, and how a relay is."""
@@ -68,6 +69,7 @@ def security_of(settings: ServerSettings) -> Security:
         ca=settings.source_ca,
         cert=settings.source_cert,
         key=settings.source_key,
+        server_name=settings.tls_server_name,
         token_file=settings.source_token_file,
     )
 

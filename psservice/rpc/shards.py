@@ -225,4 +225,4 @@ def security_of(settings: ServerSettings) -> Security:
     if settings.coordinator_is_here or not settings.tls_cert:
         return Security()
     ca = settings.coordinator_ca or settings.tls_client_ca
-    return Security(ca=ca, cert=settings.tls_cert, key=settings.tls_key)
+    return Security(ca, settings.tls_cert, settings.tls_key, settings.tls_server_name)

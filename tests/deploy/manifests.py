@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tools.container_test.manifests import expanded
+
 ROOT = Path(__file__).parent.parent.parent
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
@@ -43,8 +45,24 @@ def build(overlay: str) -> tuple[Object, ...]:
     return tuple(yaml.load_all(built.stdout, yaml.CSafeLoader))
 
 
+def suffix(overlay: str) -> str:
+    """Return what the names of a run have behind them."""
+    text = (KUBERNETES / "overlays" / overlay / "kustomization.yaml").read_text(encoding="utf-8")
+    return str(yaml.safe_load(text).get("nameSuffix", ""))
+
+
+def sizes(overlay: str) -> dict[str, str]:
+    """Return the numbers of an overlay, from the one place where they stand."""
+    folder = KUBERNETES / "overlays" / overlay
+    if not (folder / "sizes.yaml").exists():
+        (inner,) = yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8"))["resources"]
+        folder = folder / inner
+    return dict(yaml.safe_load((folder / "sizes.yaml").read_text(encoding="utf-8"))["data"])
+
+
 def one(overlay: str, kind: str, name: str) -> Object:
-    """Return an object by its name; a hash that kustomize has appended is no part of it."""
+    """Return an object by its name; a run's suffix and a hash that kustomize has appended are no part of it."""
+    name = name.removesuffix(suffix(overlay)) + suffix(overlay)
     named = re.compile(rf"{re.escape(name)}(-[a-z0-9]{{10}})?")
     found = [e for e in build(overlay) if e["kind"] == kind and named.fullmatch(e["metadata"]["name"])]
     if len(found) > 1:
@@ -56,9 +74,14 @@ def one(overlay: str, kind: str, name: str) -> Object:
 def pods(overlay: str) -> Iterator[tuple[str, Object]]:
     """Yield every pod template of an overlay with the kind that it belongs to."""
     for each in build(overlay):
-        for path in POD_TEMPLATES.get(each["kind"], []):
-            for template in _at(each, path.split(".")):
-                yield each["kind"], template
+        for template in templates_of(each):
+            yield each["kind"], template
+
+
+def templates_of(each: Object) -> Iterator[Object]:
+    """Yield the pod templates of an object."""
+    for path in POD_TEMPLATES.get(each["kind"], []):
+        yield from _at(each, path.split("."))
 
 
 def _at(value: Any, path: list[str]) -> Iterator[Any]:
@@ -94,14 +117,22 @@ def environment(overlay: str, template: Object, shard: int = 0) -> dict[str, str
     found: dict[str, str] = {}
     for source in spec.get("envFrom", []):
         if "configMapRef" in source:  # Secrets are the operator's
-            found |= one(overlay, "ConfigMap", source["configMapRef"]["name"])["data"]
+            found |= one(overlay, "ConfigMap", source["configMapRef"]["name"]).get("data", {})
+    before: dict[str, str] = {}
     for variable in spec.get("env", []):
-        found[variable["name"]] = variable["value"] if "value" in variable else _filled_in(variable, spec, shard)
-    return found
+        if "value" in variable:  # $(NAME) is of a variable further up in this list, and else stays as it is
+            value = expanded(variable["value"], before)
+        else:
+            value = _filled_in(overlay, variable, spec, shard)
+        before[variable["name"]] = value
+    return found | before
 
 
-def _filled_in(variable: Object, spec: Object, shard: int) -> str:
+def _filled_in(overlay: str, variable: Object, spec: Object, shard: int) -> str:
     source = variable["valueFrom"]
+    if "configMapKeyRef" in source:
+        key = source["configMapKeyRef"]
+        return str(one(overlay, "ConfigMap", key["name"])["data"][key["key"]])
     if "resourceFieldRef" in source:
         assert source["resourceFieldRef"]["resource"] == "requests.cpu"
         requested = str(spec["resources"]["requests"]["cpu"])

@@ -27,6 +27,8 @@ spec:
             - {name: PLAIN, value: "1"}
             - {name: INDEX, valueFrom: {fieldRef: {fieldPath: "metadata.labels['apps.kubernetes.io/pod-index']"}}}
             - {name: NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
+            - {name: ADDRESS, value: "$(NAME).service:$(PORT)"}
+            - {name: PORT, value: "1"}
   volumeClaimTemplates:
     - metadata: {name: data}
       spec: {accessModes: [ReadWriteOnce]}
@@ -60,7 +62,13 @@ def test_every_ordinal_gets_a_pod_and_a_claim_of_its_own():
         assert {"claimName": claim["metadata"]["name"]} in [v["persistentVolumeClaim"] for v in pod["spec"]["volumes"]]
         (container,) = pod["spec"]["containers"]
         told = {variable["name"]: variable["value"] for variable in container["env"]}
-        assert told == {"PLAIN": "1", "INDEX": str(ordinal), "NAME": f"shards-{ordinal}"}
+        assert told == {
+            "PLAIN": "1",
+            "INDEX": str(ordinal),
+            "NAME": f"shards-{ordinal}",
+            "ADDRESS": f"shards-{ordinal}.service:$(PORT)",
+            "PORT": "1",
+        }  # no variable is known before its line
         assert "ports" not in container
 
 

@@ -42,6 +42,11 @@ VERSIONS = {
     "TrainJob": "trainer.kubeflow.org/v1alpha1",
 }
 LEAST_SECONDS_FOR_A_SNAPSHOT = 120
+NO_SETTINGS = ("WORLD_SIZE", "BACKUP_URL", "SPARSEPS_SERVICE", "SPARSEPS_LAST_SHARD")
+"""Variables of scripts, and those that others are put together from."""
+
+BY_HAND = ("mtls-secret", "sites", "kind-second-run")
+"""Overlays whose Secrets an operator makes."""
 
 
 @functools.cache
@@ -138,7 +143,7 @@ def test_every_variable_is_a_setting(overlay):
     fields = {"PSSERVICE_": ServerSettings.model_fields, "PSCLIENT_": ClientSettings.model_fields}
     for _, template in pods(overlay):
         for name in environment(overlay, template):
-            if name not in ("WORLD_SIZE", "BACKUP_URL"):
+            if name not in NO_SETTINGS and not name.startswith("OTEL_"):
                 prefix = name[: name.index("_") + 1]
                 assert name.removeprefix(prefix).lower() in fields[prefix], name
 
@@ -206,15 +211,19 @@ def test_what_is_referred_to_exists(overlay):
     pages = "".join((ROOT / "docs" / "operate" / f"{page}.md").read_text() for page in ("deploy", "backups"))
     by_hand = re.findall(r"create secret generic ([a-z-]+)", pages)
     claims = {"psservice-init"} if overlay == "reshard" else set()
-    stateful = one(overlay, "StatefulSet", "psservice")["spec"]
-    assert ("Service", stateful["serviceName"]) in named
-    assert one(overlay, "Service", stateful["serviceName"])["spec"]["clusterIP"] == "None"
+    claimed: dict[str, set[str]] = {}
+    for each in build(overlay):
+        if each["kind"] == "StatefulSet":
+            service = each["spec"]["serviceName"]
+            assert ("Service", service) in named
+            assert one(overlay, "Service", service)["spec"]["clusterIP"] == "None"
+            component = each["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"]
+            claimed[component] = {claim["metadata"]["name"] for claim in each["spec"]["volumeClaimTemplates"]}
     for _, template in pods(overlay):
         spec = template["spec"]
         assert ("ServiceAccount", spec["serviceAccountName"]) in named
         volumes = {volume["name"] for volume in spec["volumes"]}
-        if template is stateful["template"]:
-            volumes |= {claim["metadata"]["name"] for claim in stateful["volumeClaimTemplates"]}
+        volumes |= claimed.get(template["metadata"]["labels"]["app.kubernetes.io/component"], set())
         assert {mount["name"] for mount in container(template)["volumeMounts"]} == volumes
         for source in container(template)["envFrom"]:
             if "secretRef" in source:
@@ -225,7 +234,7 @@ def test_what_is_referred_to_exists(overlay):
             if "configMap" in volume:
                 assert ("ConfigMap", volume["configMap"]["name"]) in named
             if "secret" in volume:
-                assert volume["secret"]["secretName"] in (by_hand if overlay == "mtls-secret" else secrets)
+                assert volume["secret"]["secretName"] in (by_hand if overlay in BY_HAND else secrets)
             if "persistentVolumeClaim" in volume:
                 assert volume["persistentVolumeClaim"]["claimName"] in claims
     for each in build(overlay):
@@ -300,8 +309,7 @@ def test_shards_start_together_and_leave_one_by_one(overlay):
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_numbers_stand_once(overlay):
-    folder = KUBERNETES / "overlays" / overlay
-    data = yaml.safe_load((folder / "sizes.yaml").read_text())["data"]
+    data = manifests.sizes(overlay)
     assert one(overlay, "StatefulSet", "psservice")["spec"]["replicas"] == int(data["shards"])
     for template in manifests.workers(overlay):
         assert environment(overlay, template)["WORLD_SIZE"] == data["workers"]
@@ -357,11 +365,10 @@ def roles_of(overlay, tmp_path):
 def test_a_workers_certificate_is_a_workers_and_no_administrators(overlay, tmp_path):
     roles = roles_of(overlay, tmp_path)
     names = {each["spec"]["secretName"]: each["spec"]["dnsNames"] for each in certificates_of("mtls")}
-    mounted = set()
+    suffix = manifests.suffix(overlay)
     for template in manifests.workers(overlay):
         secrets = [volume["secret"]["secretName"] for volume in template["spec"]["volumes"] if "secret" in volume]
-        assert secrets == ["psclient-tls"]
-        mounted.update(secrets)
+        assert secrets == ["psclient-tls" if overlay in BY_HAND else f"psclient-tls{suffix}"]
     for secret, role in (
         ("psservice-tls", Role.ADMIN),
         ("psclient-tls", Role.WORKER),
@@ -369,8 +376,10 @@ def test_a_workers_certificate_is_a_workers_and_no_administrators(overlay, tmp_p
         ("psadmin-tls", Role.ADMIN),
     ):
         assert roles.caller(CertificateNames(tuple(names[secret]))).role is role
-    if overlay != "mtls-secret":
-        assert {each["spec"]["secretName"] for each in certificates_of(overlay)} == {*names}
+    if overlay not in BY_HAND:
+        assert {each["spec"]["secretName"] for each in certificates_of(overlay)} == {
+            f"{name}{suffix}" for name in names
+        }
 
 
 def certificates_of(overlay):

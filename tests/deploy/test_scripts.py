@@ -113,7 +113,7 @@ def names_of_the_shards(folder):
 
 
 def test_both_ways_to_certificates_give_the_same_names(certificates):
-    assert names_of_the_shards(certificates) == set(one("mtls", "Certificate", "psservice")["spec"]["dnsNames"])
+    assert names_of_the_shards(certificates) == set(one("mtls", "Certificate", "psservice-tls")["spec"]["dnsNames"])
 
 
 def test_certificates_may_have_further_names_and_addresses(certificates, tmp_path):
@@ -243,6 +243,16 @@ def test_the_job_is_valid_and_fits_the_shards():
     assert spec["containers"][0]["image"] == manifests.container(pod)["image"]
     assert spec["serviceAccountName"] == pod["spec"]["serviceAccountName"]
     assert spec["securityContext"] == pod["spec"]["securityContext"]
+
+
+def test_the_job_of_a_run_with_a_suffix_reads_that_runs_claims():
+    _, text = reshard_job("2", NAME_SUFFIX="-cifar")
+    job = list(yaml.safe_load_all(text))[1]
+    spec = job["spec"]["template"]["spec"]
+    stateful, account = one("named-run", "StatefulSet", "psservice"), one("named-run", "ServiceAccount", "sparseps")
+    claims = {v["persistentVolumeClaim"]["claimName"] for v in spec["volumes"] if "persistentVolumeClaim" in v}
+    assert claims == {"psservice-init", *(f"data-{stateful['metadata']['name']}-{index}" for index in range(2))}
+    assert spec["serviceAccountName"] == account["metadata"]["name"]
 
 
 @pytest.mark.parametrize("arguments", [[], ["0"], ["two"], ["2", "a b"], ["2", "", "/elsewhere"], ["2", "$(x)"]])

@@ -19,6 +19,7 @@ from tools.container_test.machine import TestFailedError
 Document = dict[str, Any]
 
 _INDEX_LABEL = "apps.kubernetes.io/pod-index"
+_REFERENCE = re.compile(r"\$\((\w+)\)")
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,11 @@ def kustomize(overlay: Path) -> list[Document]:
     if built.returncode != 0:
         raise TestFailedError(f"kubectl kustomize {overlay}: {built.stderr.strip()}")
     return [document for document in yaml.safe_load_all(built.stdout) if document]
+
+
+def expanded(value: str, before: dict[str, str]) -> str:
+    """Return a variable's value with ``$(NAME)`` replaced; ``before``: those that stand before it. Others stay."""
+    return _REFERENCE.sub(lambda match: before.get(match[1], match[0]), value)
 
 
 def plan(documents: list[Document]) -> Plan:
@@ -122,11 +128,14 @@ def _pod(name: str, template: Document, labels: dict[str, str]) -> Document:
     for container in [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]:
         container.pop("ports", None)
         container["imagePullPolicy"] = "Never"
+        before: dict[str, str] = {}
         for variable in container.get("env", []):
             field = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
             if field is not None:
                 variable["value"] = _field(field, pod["metadata"])
                 del variable["valueFrom"]
+            if "value" in variable:  # which podman does not expand
+                before[variable["name"]] = variable["value"] = expanded(variable["value"], before)
     return pod
 
 

@@ -92,17 +92,21 @@ def test_a_certificate_decides_who_does_what(shards, files, tmp_path, capsys):
             assert metric(server.metrics_addresses[1], "psservice_follows_coordinator") == 1
 
 
-def test_shards_on_several_hosts_follow_shard_0_by_their_certificate(files, tmp_path, caplog):
+@pytest.mark.parametrize("has_address", [True, False])
+def test_shards_on_several_hosts_follow_shard_0_by_their_certificate(has_address, files, tmp_path, caplog):
+    """Also by a certificate for all shards that has none of their addresses, if they are told its name."""
     place = {"listen": "127.0.0.1:0", "num_shards": 2, "health_listen": "", "metrics_listen": ""}
-    ours = write(AUTHORITY, tmp_path, "server", dns("psservice"), uri("spiffe://x/y"), ip("127.0.0.1"))
+    addresses = [ip("127.0.0.1")] if has_address else []
+    ours = write(AUTHORITY, tmp_path, "server", dns("psservice"), uri("spiffe://x/y"), *addresses)
     secured = files | {"tls_cert": ours["tls_cert"], "tls_key": ours["tls_key"]}
+    name = "" if has_address else "psservice"
     first = Server(ServerSettings(**secured, **place, run_id="the-run"))
-    second = Server(ServerSettings(**secured, **place, shard_index=1, coordinator=first.address))
+    second = Server(ServerSettings(**secured, **place, shard_index=1, coordinator=first.address, tls_server_name=name))
     try:
         wait_until(lambda: second.shard.run.run_id == "the-run")
         for name, code in (("psservice", None), ("sparseps-reader", grpc.StatusCode.PERMISSION_DENIED)):
             mine = caller(tmp_path, dns(name))
-            security = Security(mine["tls_ca"], mine["tls_cert"], mine["tls_key"])
+            security = Security(mine["tls_ca"], mine["tls_cert"], mine["tls_key"], "psservice")
             part = pb.ShardVersion(generation=1, version=1, digest=bytes(16))
             request = pb.FollowRunRequest(num_shards=2, shard_index=1, cut=1, version=part)
             with open_channel(first.address, security, (("grpc.use_local_subchannel_pool", 1),)) as channel:
