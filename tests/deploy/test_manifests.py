@@ -11,6 +11,7 @@ import yaml
 from psclient.settings import ClientSettings
 from pscore.version import __version__
 from psservice.rpc.caller import Role
+from psservice.rpc.calls import RULES
 from psservice.rpc.certificate_names import CertificateNames
 from psservice.rpc.certificate_roles import read_certificate_roles
 from psservice.settings import ServerSettings, split_address
@@ -380,6 +381,16 @@ def test_a_workers_certificate_is_a_workers_and_no_administrators(overlay, tmp_p
         assert {each["spec"]["secretName"] for each in certificates_of(overlay)} == {
             f"{name}{suffix}" for name in names
         }
+
+
+def test_a_backup_calls_as_an_administrator_as_an_export_has_to(tmp_path):
+    roles = roles_of("backups", tmp_path)
+    names = {each["spec"]["secretName"]: each["spec"]["dnsNames"] for each in certificates_of("backups")}
+    (template,) = (template for kind, template in manifests.pods("backups") if kind == "CronJob")
+    (secret,) = (volume["secret"]["secretName"] for volume in template["spec"]["volumes"] if "secret" in volume)
+    role = roles.caller(CertificateNames(tuple(names[secret]))).role
+    called = ("GetStatus", "ListCheckpoints", "PinCheckpoint", "ReadCheckpoint", "TakeSnapshot")
+    assert all(role >= RULES[name].role for name in called)
 
 
 def certificates_of(overlay):
