@@ -7,7 +7,7 @@ from pathlib import Path
 from psservice.storage import snapshots
 from psservice.storage.files import DISK, Files, StorageError
 from psservice.storage.journal import Position, SegmentReader, segment_numbers, segment_path
-from psservice.storage.journal_format import DamagedError, Record
+from psservice.storage.journal_format import HEAD_BYTES, DamagedError, Record
 from psservice.storage.lock_file import LOCK_NAME, STANDBY, Watermark, is_copy, read_watermark
 from psservice.storage.snapshots import Snapshot
 
@@ -134,8 +134,9 @@ class RecoverySource:
 
     @property
     def end(self) -> Position:
-        """Where the journal ends that was read."""
-        return Position(self._number, self._reading.valid_bytes if self._reading is not None else 0)
+        """Where the journal ends that was read: behind the head of a segment at least, which tells of nothing."""
+        valid_bytes = self._reading.valid_bytes if self._reading is not None else 0
+        return Position(self._number, max(HEAD_BYTES, valid_bytes))
 
     def unfit(self, record: Record, error: Exception) -> RecordError:
         """Return what to raise if the record that was read last cannot be applied."""

@@ -11,6 +11,7 @@ from psservice.standby.following import Following
 from psservice.storage import files
 from psservice.storage.environment import MACHINE
 from psservice.storage.journal import segment_numbers, segment_path
+from psservice.storage.journal_format import HEAD_BYTES
 from tests.psservice.durability.test_recovery import Shard, after_a_crash, begin, theta
 from tests.psservice.durability.test_standby_directory import opened, push, settings, take_all
 from tests.psservice.service_makers import bits
@@ -96,6 +97,22 @@ def test_a_standby_that_has_no_more_follows_the_new_history(cut_power, tmp_path)
         take_all(replica, primary)
         assert replica.newest.manifest.generation == primary.model.generation
         assert not replica.is_ahead
+    replica.close()
+
+
+def test_a_head_of_a_segment_without_a_record_is_nothing_that_was_lost(cut_power, tmp_path):
+    with Shard(tmp_path / "primary", fsync="never") as primary:
+        begin(primary)
+        replica = opened(tmp_path, fsync="never")
+        model = push(primary, 1)
+        primary.durability.take()
+        take_all(replica, primary)
+        image = after_a_crash(tmp_path / "primary")
+    assert replica.held.position.offset == HEAD_BYTES
+    cut_power(image, HEAD_BYTES)
+    with Shard(image, fsync="never") as primary:
+        assert bits(theta(primary)) == model
+        primary.durability.replication.hear("standby", replica.held)
     replica.close()
 
 
