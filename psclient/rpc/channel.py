@@ -49,6 +49,8 @@ _jitter = random.SystemRandom()  # the program's own draws stay as its seed make
 Answer = TypeVar("Answer")
 _SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
 HANDSHAKE_SECONDS = 4.0  # before the first contact, with a listener that does not speak this protocol
+_LASTING = (ErrorCode.NOT_DURABLE, ErrorCode.NO_STANDBY)
+"""Reasons that somebody has to see to, though the server says when to come back."""
 
 
 @dataclass
@@ -110,7 +112,7 @@ class RetryPolicy:
         left = min(seconds - elapsed, self._end() - now)
         if delay >= left:
             raise out_of_patience(address, elapsed, failure, self.hint) from None
-        is_long = failure.retry_seconds is None or failure.reason is ErrorCode.NOT_DURABLE
+        is_long = failure.retry_seconds is None or failure.reason in _LASTING
         if is_long and failure.reason not in self._warned_of:
             self._warned_of.add(failure.reason)  # silence, and then a server that refuses, are two pieces of news
             what = "does not answer" if failure.reason is None else "does not serve now"

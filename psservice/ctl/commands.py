@@ -103,12 +103,13 @@ def _report_restore(checked: Sequence[Outcome], fleet: Fleet, options: Namespace
     unable = [each for each in checked if each.error is not None]
     if unable:
         return nothing_done(fleet, unable, "no shard could be taken back", options)
+    now = {address: status.version for address, status in fleet.reached.items()}
     if options.output != "table":
-        render.print_plain(plain(checked), options.output)
+        told = [each | {"dry_run": True, "version_now": now[each["address"]]} for each in plain(checked)]
+        render.print_plain(told, options.output)
         return exit_status(checked)
     for each in checked:
-        now = fleet.reached[each.address].version
-        render.say(f"{each.address}: would go back from version {now} to {each.answer.version}")
+        render.say(f"{each.address}: would go back from version {now[each.address]} to {each.answer.version}")
     return exit_status(checked)
 
 

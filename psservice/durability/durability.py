@@ -152,13 +152,13 @@ class Durability:
         is_relayed = past.state.mode.is_relayed  # whose versions are the source's, and mean the same values for ever
         if source.is_copy and not is_relayed:
             log.warning(
-                "the data directory is a copy: a new history begins, and each worker pulls the whole model once",
+                "the data directory is a copy: a new history begins, and a worker that has seen more pulls all",
                 extra={"path": str(data_dir.path), "version": past.model.version},
             )
         if source.is_of_standby:
             log.warning(
                 "this server serves from now on in the place of the one that it stood by for: a new history begins, "
-                "and each worker pulls the whole model once",
+                "and a worker that has seen more pulls all",
                 extra={"path": str(data_dir.path), "version": past.model.version},
             )
         is_complete = source.is_complete

@@ -246,6 +246,9 @@ def test_a_dry_run_says_where_a_restore_would_go_and_changes_nothing(run, capsys
     assert cli.main(["restore", run.server.server, "--version", "1", "--dry-run"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert [line.partition(": ")[2] for line in printed] == ["would go back from version 3 to 1"] * 2
+    assert cli.main(["restore", run.server.server, "--version", "1", "--dry-run", "-o", "json"]) == 0
+    for told in json.loads(capsys.readouterr().out):
+        assert (told["dry_run"], told["version_now"], told["version"]) == (True, 3, 1)
     assert cli.main(["restore", run.server.server, "--version", "9", "--dry-run"]) == 3
     assert cli.main(["restore", run.server.server, "--checkpoint", "none", "--dry-run"]) == 3
     assert "no shard could be taken back" in capsys.readouterr().err
