@@ -416,13 +416,15 @@ class Durability:
         self._wake.clear()
         model, now = self._shard.state.model, self._environment.monotonic()
         long_journal = self.journal_bytes - self._bytes_behind >= self._settings.journal_bytes
-        if model is None or not (announced or long_journal or now - self._tried >= self.snapshot_interval_seconds):
+        is_due = long_journal or now - self._tried >= self.snapshot_interval_seconds
+        if model is None or not (announced or is_due):
             return
         self._tried = now
-        if self._is_saved(model) and not self.checkpoints.wanted and not long_journal:
-            return
         try:
-            self.take(self.checkpoints.wanted or None)
+            with self._snapshotting:
+                wanted = self.checkpoints.wanted  # none, if a call has taken the one that was announced
+                if wanted or (is_due and (long_journal or not self._is_saved(model))):
+                    self._take(wanted or None)
         except NotYetError:  # the model is being replaced, which may take longer than a look: at the next one
             self._tried = -math.inf
         except torch.AcceleratorError as error:  # a GPU's error stays: only another process can recover

@@ -460,6 +460,37 @@ def test_a_checkpoint_that_is_announced_while_the_model_is_replaced_comes_later(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
+class _AfterACall:
+    """A lock that is got only when a call of an operator has taken a checkpoint."""
+
+    def __init__(self, durability, checkpoint):
+        self._durability, self._checkpoint, self._lock = durability, checkpoint, durability._snapshotting
+
+    def __enter__(self):
+        with self._lock:
+            checkpoint, self._checkpoint = self._checkpoint, ""
+            if checkpoint:
+                self.taken = self._durability._take(checkpoint)
+        self._lock.acquire()
+
+    def __exit__(self, *_):
+        self._lock.release()
+
+
+def test_a_checkpoint_that_is_announced_and_asked_for_at_once_is_taken_once(directory):
+    with Shard(directory) as shard:
+        begin(shard)
+        durability = shard.durability
+        before, announced = (new_id(shard.model.generation, number, 0) for number in (1, 2))
+        durability.hear_of_checkpoint(before)  # of the time before this shard's start
+        call = durability._snapshotting = _AfterACall(durability, announced)
+        durability.hear_of_checkpoint(announced)
+        durability.snapshot_if_due()
+        wait_until(lambda: not durability.checkpoints.wanted and not durability._wake.is_set())
+        with durability._snapshotting:
+            assert durability.last_snapshot.path == call.taken.path
+
+
 def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shard = open_shard(ServerSettings(lease_seconds=HOUR), torch.device("cpu"), Metrics())
