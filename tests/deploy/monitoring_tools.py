@@ -34,7 +34,7 @@ needs_promtool = pytest.mark.skipif(
 def promtool(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     program = _found()
     assert program is not None
-    return subprocess.run([program, *arguments], input=stdin, capture_output=True, text=True, timeout=100)
+    return subprocess.run([program, *arguments], input=stdin, capture_output=True, text=True, timeout=380)
 
 
 def panels() -> list[dict[str, Any]]:
