@@ -6,6 +6,7 @@ import sys
 from itertools import pairwise
 
 import promql_parser
+import pytest
 import yaml
 
 from pscore.wire.errors import ErrorCode
