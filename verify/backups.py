@@ -7,79 +7,53 @@ replica is the servers' model in the end.
 """
 
 import json
-import random
 import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from verify.client import wire
 from verify.cluster.servers import Servers
-from verify.plan import Plan, Result
-from verify.traffic.team import Team, TrainerFailedError
+from verify.plan import Result
+from verify.traffic.team import Team
+from verify.training import Training
 from verify.validate import server_readings
 from verify.validate.verdict import Verdict
 
 _SHARDS = 2
-_LEASE_SECONDS = 3.0
 _HIDDEN = 64
-_CALL_SECONDS, _ANSWER_SECONDS, _NAMED_SECONDS = 30.0, 150.0, 30.0
+_CALL_SECONDS, _NAMED_SECONDS = 30.0, 30.0
 _COMMAND_SECONDS = 120.0
 _APART_SECONDS = 3.0, 5.0
 _POLL_SECONDS = 0.1
 
 
-class Backups:
+class Backups(Training):
     """Runs the plan's kills: the odd ones restore one shard, the even ones both, from copies of two moments.
 
     Behind each, all shards lose their disks and are restored from a backup.
     """
 
-    def __init__(self, plan: Plan, directory: Path, say: Callable[[str], None]) -> None:
-        self.plan, self.directory, self.say = plan, directory, say
-        self.result = Result(plan.name)
-        self._rng = random.Random(f"{plan.seed} {plan.name}")
-
     def run(self) -> Result:
         started, plan = time.monotonic(), self.plan
         self.directory.mkdir(parents=True)
-        servers = Servers(
-            _SHARDS,
-            self.directory / "data",
-            self.directory,
-            fsync=plan.fsync,
-            down_mode=plan.down_mode,
-            down_dense_below=0,
-            lease_seconds=_LEASE_SECONDS,
-            snapshot_seconds=3,
-            keep_snapshots=4,
-        )
         with ExitStack() as stack:
-            stack.enter_context(servers)
+            servers = stack.enter_context(self.servers(self.directory, keep_snapshots=4))
             team = Team(",".join(servers.addresses), self.directory, plan.workers, hidden=_HIDDEN, pause=plan.pause)
             stack.callback(team.close)
-            try:
-                for trainer in team.living:
-                    trainer.answer("ms", _ANSWER_SECONDS)
+            with self.trained_by(team):
                 for number in range(plan.kills):
                     self.say(f"{number} of {plan.kills} restores")
                     self._restore_copies(servers, number)
                     self._restore_backup(servers, number)
                 self._compare(servers, team)
-            except TrainerFailedError as error:
-                self.result.failures.append(f"{error}; see {self.directory / 'trainers.log'}")
             servers.stop()
-        self.result.failures += [f"server log: {line}" for line in servers.errors()[:5]]
-        self.result.seconds = time.monotonic() - started
-        return self.result
+        return self.finished(started, servers)
 
     def _restore_copies(self, servers: Servers, number: int) -> None:
         self._pause()
@@ -191,23 +165,11 @@ class Backups:
         return False
 
     def _compare(self, servers: Servers, team: Team) -> None:
-        """Let all flush, then all pull: replicas must then be the model."""
-        self.say("everybody flushes, pulls and leaves")
-        for word, key in (("flush", "flushed"), ("pull", "pulled")):
-            for trainer in team.living:
-                trainer.ask(word)
-            for trainer in team.living:
-                trainer.answer(key, _ANSWER_SECONDS)
-        model = wire.digest(
-            np.concatenate([wire.download(address, _CALL_SECONDS).values for address in servers.addresses])
-        )
-        replicas = [trainer.answer("pulled", 1.0)["digest"] for trainer in team.living]
-        for trainer in team.living:
-            if trainer.end(_ANSWER_SECONDS):
-                self.result.failures.append(f"{trainer.name} ended with status {trainer.process.returncode}")
-        verdict = Verdict(compared=len(replicas), different=sum(replica != model for replica in replicas))
+        """Once all have settled, replicas must be the model."""
+        _, different = self.settled(servers, team)
+        verdict = Verdict(compared=len(team), different=different)
         if verdict.different:
-            verdict.say(f"{verdict.different} of {len(replicas)} replicas are not the servers' model")
+            verdict.say(f"{verdict.different} of {len(team)} replicas are not the servers' model")
         self.result.verdicts.append(verdict)
 
     def _pause(self) -> None:

@@ -109,7 +109,7 @@ class Result:
         """Return everything as plain values, for JSON."""
         plain = {name: getattr(self, name) for name in (*self.__slots__, "good")}
         verdicts = [
-            {name: getattr(verdict, name) for name in (*verdict.__slots__, "bit_identical", "good")}
+            asdict(verdict) | {"bit_identical": verdict.bit_identical, "good": verdict.good}
             for verdict in self.verdicts
         ]
         feeds = [asdict(verdict) | {"good": verdict.good} for verdict in self.feeds]

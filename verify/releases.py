@@ -17,8 +17,8 @@ import psclient
 from verify.cluster import release_before
 from verify.cluster.servers import Servers
 from verify.plan import Result
-from verify.traffic.team import Team, TrainerFailedError
-from verify.training import LEASE_SECONDS, Training
+from verify.traffic.team import Team
+from verify.training import Training
 from verify.validate import server_readings
 
 _HIDDEN = 16  # so small that few loops are compiled
@@ -37,17 +37,7 @@ class Releases(Training):
         self.say("building the release before this one")
         packages = release_before.install(self.directory)
         with ExitStack() as stack:
-            servers = Servers(
-                plan.shards,
-                self.directory / "data",
-                self.directory,
-                fsync=plan.fsync,
-                down_mode=plan.down_mode,
-                down_dense_below=0,
-                lease_seconds=LEASE_SECONDS,
-                snapshot_seconds=3,
-                keep_snapshots=2,
-            )
+            servers = self.servers(self.directory)
             servers.packages = packages
             stack.enter_context(servers)
             team = Team(",".join(servers.addresses), self.directory, 0, hidden=_HIDDEN, pause=plan.pause)
@@ -55,19 +45,13 @@ class Releases(Training):
             for number in range(plan.workers):
                 team.packages = packages if number % 2 == 0 else None
                 team.add(overlap=number % 4 > 1)
-            try:
-                for trainer in team.living:
-                    trainer.answer("ms", _FIRST_SECONDS)
+            with self.trained_by(team, _FIRST_SECONDS):
                 self._require_old(servers, packages)
                 self._change_releases(servers, team, packages)
                 self._account(servers, team)
                 self._read(servers, packages)
-            except TrainerFailedError as error:
-                self.result.failures.append(f"{error}; see {self.directory / 'trainers.log'}")
             servers.stop()
-        self.result.failures += [f"server log: {line}" for line in servers.errors()[:5]]
-        self.result.seconds = time.monotonic() - started
-        return self.result
+        return self.finished(started, servers)
 
     def _require_old(self, servers: Servers, packages: Path) -> None:
         """Fail unless the servers run the code of the release before, and not this one's."""

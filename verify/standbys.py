@@ -12,12 +12,12 @@ from contextlib import ExitStack
 
 from verify.cluster.servers import Servers
 from verify.plan import Result
-from verify.traffic.team import Team, TrainerFailedError
-from verify.training import LEASE_SECONDS, Training
+from verify.traffic.team import Team
+from verify.training import Training
 from verify.validate import server_readings
 
 _HIDDEN = 64
-_ANSWER_SECONDS, _COMMAND_SECONDS, _FOLLOW_SECONDS = 150.0, 120.0, 60.0
+_COMMAND_SECONDS, _FOLLOW_SECONDS = 120.0, 60.0
 _UP_SECONDS = 0.5, 3.0
 _POLL_SECONDS = 0.1
 
@@ -42,37 +42,21 @@ class Standbys(Training):
                 pause=plan.pause,
             )
             stack.callback(team.close)
-            try:
-                for trainer in team.living:
-                    trainer.answer("ms", _ANSWER_SECONDS)
+            with self.trained_by(team):
                 for number in range(plan.kills):
                     self.say(f"{number} of {plan.kills} lost machines")
                     self._lose(primary, standby)
                     primary, standby = standby, primary
                 self._account(primary, team)
-            except TrainerFailedError as error:
-                self.result.failures.append(f"{error}; see {self.directory / 'trainers.log'}")
-            self.result.failures += [f"server log: {line}" for line in (*primary.errors(), *standby.errors())[:5]]
+            result = self.finished(started, primary, standby)  # what is said while they end is no fault
             primary.stop()
             standby.stop()
-        self.result.seconds = time.monotonic() - started
-        return self.result
+        return result
 
     def _machine(self, name: str) -> Servers:
         directory = self.directory / name
         directory.mkdir()
-        return Servers(
-            self.plan.shards,
-            directory / "data",
-            directory,
-            fsync=self.plan.fsync,
-            down_mode=self.plan.down_mode,
-            down_dense_below=0,
-            lease_seconds=LEASE_SECONDS,
-            snapshot_seconds=3,
-            keep_snapshots=2,
-            replicate="ack",
-        )
+        return self.servers(directory, replicate="ack")
 
     def _stand_by(self, standby: Servers, primary: Servers, shard: int) -> None:
         standby.start(shard, standby_of=",".join(primary.addresses))

@@ -12,8 +12,10 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 Places = TypeVar("Places")
 
 LARGEST_RATE = 1e3
-LARGEST_LOSS = 1_000_000_000_000
 """Of a param group of an optimizer on the server."""
+
+LARGEST_LOSS = 1_000_000_000_000
+"""That a worker may tell with a push, up and down."""
 
 SHARD_HEADER = "sparseps-shard"
 """Metadata of a call: the shard that the call is for, as :func:`place_of` writes it."""

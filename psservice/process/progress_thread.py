@@ -68,25 +68,24 @@ def measure(shard: Shard, before: Counts) -> Counts:
     members = shard.leases.members()
     staleness = [member.staleness for member in members if member.pushes]
     model = shard.model
-    shard.progress.measured(
-        pb.ShardProgress(
-            shard_index=shard.settings.shard_index,
-            version=model.version if model else 0,
-            pushes_per_second=(now.pushes - before.pushes) / seconds,
-            push_bytes_per_second=(now.push_bytes - before.push_bytes) / seconds,
-            pull_bytes_per_second=(now.pull_bytes - before.pull_bytes) / seconds,
-            staleness_median=statistics.median(staleness) if staleness else 0.0,
-            staleness_largest=max(staleness, default=0),
-            draining=shard.drain_gate.is_closed,
-            durable=shard.durability.is_healthy,
-        )
+    own = pb.ShardProgress(
+        shard_index=shard.settings.shard_index,
+        version=model.version if model else 0,
+        pushes_per_second=(now.pushes - before.pushes) / seconds,
+        push_bytes_per_second=(now.push_bytes - before.push_bytes) / seconds,
+        pull_bytes_per_second=(now.pull_bytes - before.pull_bytes) / seconds,
+        staleness_median=statistics.median(staleness) if staleness else 0.0,
+        staleness_largest=max(staleness, default=0),
+        draining=shard.drain_gate.is_closed,
+        durable=shard.durability.is_healthy,
     )
+    shard.progress.measured(own)
     shards = [each for each in shard.progress.known() if each.age_seconds <= LONGEST_AGE_SECONDS]
     shard.progress.history.add(
         Point(
             unix_seconds=round(shard.environment.unix_seconds(), 1),
             seconds=seconds,
-            pushes_per_second=(now.pushes - before.pushes) / seconds,
+            pushes_per_second=own.pushes_per_second,
             samples_per_second=max(0.0, (now.samples - before.samples) / seconds),  # fewer after a restore
             push_bytes_per_second=sum(each.push_bytes_per_second for each in shards),
             pull_bytes_per_second=sum(each.pull_bytes_per_second for each in shards),

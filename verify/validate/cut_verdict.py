@@ -1,10 +1,12 @@
 """What became of the pushes of a server whose power is cut again and again."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from verify.validate.noted import Noted
 
 
 @dataclass(slots=True)
-class CutVerdict:
+class CutVerdict(Noted):
     """What became of the pushes.
 
     Attributes:
@@ -22,7 +24,6 @@ class CutVerdict:
         checkpoints_lost: of these, not there behind a cut, or with other values.
         histories: that a server has begun.
         refused: starts that named what is damaged, and went on with ``--recover last-good``.
-        notes: what is wrong, in words.
     """
 
     cuts: int = 0
@@ -39,7 +40,6 @@ class CutVerdict:
     checkpoints_lost: int = 0
     histories: int = 0
     refused: int = 0
-    notes: list[str] = field(default_factory=list)
 
     @property
     def kept(self) -> bool:
@@ -50,8 +50,3 @@ class CutVerdict:
     def good(self) -> bool:
         """Whether every promise was kept, and was put to the test."""
         return self.kept and min(self.cuts, self.acknowledged, self.compared) > 0
-
-    def say(self, what: str) -> None:
-        """Note what is wrong; the first of many are enough."""
-        if len(self.notes) < 20:
-            self.notes.append(what)

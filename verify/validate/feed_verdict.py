@@ -1,10 +1,12 @@
 """What became of the publications of a feed."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from verify.validate.noted import Noted
 
 
 @dataclass(slots=True)
-class FeedVerdict:
+class FeedVerdict(Noted):
     """What became of the publications of a feed.
 
     Attributes:
@@ -22,7 +24,6 @@ class FeedVerdict:
         lost: acknowledged versions that a later look did not have, without a restore that was asked for.
         went_back: claims of an older version than the same follower held before.
         late: followers that did not reach the last version.
-        notes: what is wrong, in words.
     """
 
     begun: int = 0
@@ -39,15 +40,9 @@ class FeedVerdict:
     lost: int = 0
     went_back: int = 0
     late: int = 0
-    notes: list[str] = field(default_factory=list)
 
     @property
     def good(self) -> bool:
         """Whether every promise was kept, and was put to the test."""
         bad = self.nobodys + self.mixed + self.renamed + self.lost + self.went_back + self.late
         return not bad and not self.notes and min(self.acknowledged, self.versions, self.claims, self.looks) > 0
-
-    def say(self, what: str) -> None:
-        """Note what is wrong; the first of many are enough."""
-        if len(self.notes) < 20:
-            self.notes.append(what)

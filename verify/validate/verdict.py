@@ -1,10 +1,12 @@
 """What became of the pushes and the replicas of one shard."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from verify.validate.noted import Noted
 
 
 @dataclass(slots=True)
-class Verdict:
+class Verdict(Noted):
     """What became of the pushes of one shard.
 
     Attributes:
@@ -22,7 +24,6 @@ class Verdict:
         wrong_bits: elements of the last model that differ.
         whole_replies: exact replies of every element.
         topk_replies: top-k replies whose entries, and whose replica, were compared.
-        notes: what is wrong, in words.
     """
 
     sent: int = 0
@@ -39,7 +40,6 @@ class Verdict:
     wrong_bits: int = 0
     whole_replies: int = 0
     topk_replies: int = 0
-    notes: list[str] = field(default_factory=list)
 
     @property
     def bit_identical(self) -> bool:
@@ -51,8 +51,3 @@ class Verdict:
         """Whether every promise was kept."""
         bad = self.refused + self.in_doubt + self.lost + self.duplicated + self.disordered
         return not bad and self.bit_identical and self.sent == self.acknowledged == self.applied
-
-    def say(self, what: str) -> None:
-        """Note what is wrong; the first of many are enough."""
-        if len(self.notes) < 20:
-            self.notes.append(what)
