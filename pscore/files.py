@@ -29,8 +29,8 @@ def sync_folder(path: Path) -> None:
 def put_in_place(temporary: Path, path: Path) -> None:
     """Give a file that was written under a temporary name its own name, in the same folder; raises ``OSError``.
 
-    The contents are durable before the file gets the name, and the name is durable when this returns. So a reader, and
-    whoever looks after a power cut, finds the earlier file or this one, whole.
+    The contents are durable before the file gets the name, and the name is durable when this returns. So a reader, also
+    one behind a power cut, finds the earlier file or this one, whole.
     """
     sync(temporary)
     os.replace(temporary, path)

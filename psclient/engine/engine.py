@@ -624,7 +624,7 @@ class Engine:
         self._spans = [Span(offsets[group.start], offsets[group.stop]) for group in self.grouping.groups]
         finished = run.progress.open_push(samples) if run.progress is not None else []
         loss = None
-        if samples:  # not a flush, after which nobody may look any more
+        if samples:  # not a flush, whose push may be the last
             loss, self.loss = self.loss, None
         self._places = []
         for shard in self._shards:

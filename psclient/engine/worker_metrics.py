@@ -26,7 +26,7 @@ _TOTALS = {
 class WorkerMetrics:
     """Serves the metrics of one worker at an address, from now until :meth:`close`.
 
-    Each has the labels ``run`` and ``worker``, of one value each in a process. What a step took is told by
+    Each has the labels ``run`` and ``worker``, of one value each in a process. The seconds of a step are told by
     :meth:`observe`; the rest is read from ``totals`` when Prometheus asks, in a thread that holds no lock.
 
     Args:
@@ -84,7 +84,7 @@ class WorkerMetrics:
         self._step_seconds.labels(run=run, worker=self._worker).observe(sum(report.seconds.values()))
 
     def collect(self) -> "Iterable[Metric]":
-        """Read the totals, and what the last step did."""
+        """Read the totals, and the figures of the last step."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         labels, names = [self._run, self._worker], ["run", "worker"]

@@ -72,7 +72,7 @@ class Replication:
     def hear(self, standby: str, held: HeldPart) -> None:
         """Note the part of a standby, which counts once its segment was compared: see :meth:`compared`.
 
-        Raises :class:`Rejected`: ``BUSY`` if another one follows, ``STANDBY_AHEAD`` if it has what was lost here.
+        Raises :class:`Rejected`: ``BUSY`` if another one follows, ``STANDBY_AHEAD`` if it has bytes that are lost here.
         """
         with self._changed:
             now = self._clock()

@@ -12,7 +12,7 @@ WHOLE_POINTS = 600
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What happened in an interval that ended at ``unix_seconds``.
+    """The figures of an interval that ended at ``unix_seconds``.
 
     Attributes:
         seconds: length of the interval.
@@ -20,7 +20,7 @@ class Point:
         samples_per_second: of all workers.
         push_bytes_per_second, pull_bytes_per_second: message bytes of all shards.
         staleness_median, staleness_largest: of the last pushes of all live workers, on the worst shard.
-        loss: mean of what workers have told; ``None`` if none has.
+        loss: mean of the losses that workers have told; ``None`` if none has.
         workers: that are live.
     """
 
@@ -37,7 +37,7 @@ class Point:
 
 
 def merged(points: Sequence[Point]) -> Point:
-    """Return neighbouring intervals, one at least, as one: means over time, and the largest of what is a largest."""
+    """Return neighbouring intervals, one at least, as one: means over time, and the largest of the largest."""
     total = sum(point.seconds for point in points)
 
     def mean(name: str) -> float:

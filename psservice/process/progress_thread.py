@@ -16,7 +16,7 @@ PERIOD_SECONDS = 2.0
 
 
 class Counts(NamedTuple):
-    """What is counted since the start of the process, at a moment of the monotonic clock."""
+    """Counts since the start of the process, at a moment of the monotonic clock."""
 
     seconds: float
     pushes: int
@@ -60,7 +60,7 @@ class ProgressThread:
 
 
 def measure(shard: Shard, before: Counts) -> Counts:
-    """Note what has happened since ``before``, and return the counts now."""
+    """Note the progress since ``before``, and return the counts now."""
     now = Counts.of(shard)
     seconds = now.seconds - before.seconds
     if seconds <= 0:

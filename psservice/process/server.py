@@ -298,7 +298,7 @@ def require_coordinator(settings: ServerSettings) -> None:
 
 
 def read_secrets(settings: ServerSettings, watcher: FileWatcher) -> tuple[Authenticator, ServerCertificates | None]:
-    """Return what admits callers, and the certificates, if there are any; ``watcher`` reads both again.
+    """Return the authenticator, and the certificates, if there are any; ``watcher`` reads both again.
 
     Raises :class:`~psservice.rpc.watched_files.SecurityError`.
     """

@@ -1,4 +1,4 @@
-"""How the shards of a run fare, for people to see: what this shard measures, and shard 0 hears from the others."""
+"""How the shards of a run fare, for people to see: measured here, and on shard 0 heard from the others too."""
 
 import threading
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.observability.history import History
 
 LONGEST_AGE_SECONDS = 15.0
-"""After which what a shard has told counts no more among the rates of all shards."""
+"""After which the rates of a shard that tells nothing count no more among those of all shards."""
 
 
 class _Heard(NamedTuple):
@@ -32,7 +32,7 @@ class Progress:
 
     @property
     def own(self) -> pb.ShardProgress | None:
-        """What this shard has measured last; ``None`` in the first seconds."""
+        """This shard's newest progress; ``None`` in the first seconds."""
         return self._own
 
     def measured(self, progress: pb.ShardProgress) -> None:
@@ -46,7 +46,7 @@ class Progress:
             self._known[progress.shard_index] = _Heard(progress, self._clock())
 
     def known(self) -> list[pb.ShardProgress]:
-        """Return copies of what is known of the shards, by index, each with its age."""
+        """Return copies of the newest progress of each shard that is known, by index, each with its age."""
         with self._lock:
             known, now = sorted(self._known.items()), self._clock()
         found = []

@@ -116,7 +116,7 @@ class Following:
         self.is_acknowledged = header.acknowledged
 
     def _stop_following(self, refusal: Rejected) -> None:
-        """Note for ever that the primary has lost a part of what is here: what it has now must not take its place."""
+        """Note for ever that the primary has lost a part that is here: its files must not take the place of these."""
         log.error("the primary has lost a part of what is here", extra={"error": refusal.detail})
         try:
             self._replica.note_ahead()
