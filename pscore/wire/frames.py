@@ -13,6 +13,7 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.codecs import residue
 from pscore.wire.codecs.format import MAX_ENTRIES, Offsets, ValueFormat, check_count
 from pscore.wire.codecs.index import INDEX_FORMATS, choose, decode_offsets
+from pscore.wire.codecs.runs import count_runs
 from pscore.wire.codecs.values import CODEC_OF_DTYPE, decode_values, format_of, host_values
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -119,7 +120,8 @@ def chunks_without_values(
             span = Span(start + base, start + int(positions[-1]) + 1)
             index = form.index
             if index is None:
-                index = choose(positions.size, span.length, form.link_bytes_per_second, form.allowed)
+                runs = count_runs(positions)
+                index = choose(positions.size, span.length, form.link_bytes_per_second, form.allowed, runs)
             indices = INDEX_FORMATS[index].encode(positions, span.length, base)
             if positions.size == 1 or len(indices) + format_of(value).size(positions.size) <= chunk_bytes:
                 break

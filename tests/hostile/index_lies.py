@@ -121,6 +121,34 @@ def rice() -> Iterator[Hostile]:
     yield wrong("all-ones", "bytes of quotients declared", b"\xff" * 64)
 
 
+def runs() -> Iterator[Hostile]:
+    def of(name: str, says: str, runs: int, starts: bytes, ends: bytes, *, size: int | None = None, **fields) -> Hostile:
+        header = struct.pack("<2I", runs, len(starts) if size is None else size)
+        return lie("runs", name, says, header + starts + ends, **{"count": 4, "length": 100} | fields)
+
+    near, far = rice_bytes(0, b"\x05"), rice_bytes(0, b"\x21")  # offsets 0 and 2; 0 and 5
+    two, three = rice_bytes(0, b"\x0a"), rice_bytes(0, b"\x0c")  # offsets 1 and 3; 2 and 3
+    yield from everywhere("runs", struct.pack("<2I", 1, 6) + rice_bytes(0, b"\x01") + rice_bytes(0, b"\x02"))
+    yield lie("runs", "empty", "0 index bytes for the sizes", b"")
+    yield lie("runs", "half-a-header", "7 index bytes for the sizes", bytes(7))
+    yield of("no-run", "runs of 0 entries", 0, bytes(4), bytes(4))
+    yield of("more-runs-than-entries", "5 runs of 4 entries", 5, far, two)
+    yield of("runs-of-gigabytes", "4294967295 runs of 4", GIGABYTES, far, two)
+    yield of("starts-longer-than-the-bytes", "13 bytes of places of runs declared, 12", 2, far, two, size=13)
+    yield of("starts-of-gigabytes", "4294967295 bytes of places", 2, far, two, size=GIGABYTES)
+    yield of("starts-cut", "1 bytes of quotients declared, 0 are there", 2, far, two, size=5)
+    yield of("no-ends", "0 index bytes for 1 blocks", 2, far, b"")
+    yield of("a-start-too-few", "1 quotients in 1 bytes for 2", 2, rice_bytes(0, b"\x01"), two)
+    yield of("an-end-too-many", "3 quotients in 1 bytes for 2", 2, far, rice_bytes(0, b"\x0b"))
+    yield of("fewer-entries-than-the-chunk-says", "runs of 4 entries, the chunk says 5", 2, far, two, count=5)
+    yield of("more-entries-than-the-chunk-says", "runs of 4 entries, the chunk says 3", 2, far, two, count=3)
+    yield of("ends-of-gigabytes", "the chunk says 4", 2, far, rice_bytes(0, b"\x01\0\x02", escaped=(GIGABYTES,)))
+    yield of("overlapping", "runs overlap", 2, near, three)
+    yield of("out-of-range", "index 6 lies outside", 2, far, two, length=6)
+    yield of("a-start-of-gigabytes", "lies outside", 2, rice_bytes(0, b"\x01\0\x02", escaped=(GIGABYTES,)), two)
+    yield of("trailing-bytes", "bytes for 0 low bits", 2, far, two + b"\0")
+
+
 def index_lies() -> list[Hostile]:
     """Return all of them."""
-    return [each for codec in (dense, raw32, bitmap, rice) for each in codec()]
+    return [each for codec in (dense, raw32, bitmap, rice, runs) for each in codec()]

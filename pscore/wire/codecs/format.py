@@ -29,15 +29,16 @@ class IndexFormat:
         write: offsets plus a base, the length, and the base, to bytes.
         read: bytes, count, length and base to offsets that rise strictly, plus the base. Raises :class:`Rejected`
             (``BAD_CHUNK``) for other bytes, before allocating more than a small multiple of the bytes or of the count.
-        bits: estimate of the bits that ``count`` entries at random places of ``length`` need, from both numbers.
+        bits: estimate of the bits that ``count`` entries of ``length`` need, which are ``runs`` runs of neighbours;
+            from these three numbers. Runs, or single entries, are at random places.
         nanoseconds: estimate of encoding plus decoding them on one core, as docs/reference/wire-format.md says.
     """
 
     name: str
     write: Callable[[Offsets, int, int], bytes]
     read: Callable[[bytes, int, int, int], Offsets]
-    bits: Callable[[int, int], float]
-    nanoseconds: Callable[[int, int], float]
+    bits: Callable[[int, int, int], float]
+    nanoseconds: Callable[[int, int, int], float]
 
     def encode(self, offsets: Offsets, length: int, base: int = 0) -> bytes:
         """Write offsets that count from ``base``."""

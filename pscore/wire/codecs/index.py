@@ -2,7 +2,7 @@
 
 RAW32: little-endian uint32 offsets, which every peer reads.
 BITMAP: one bit an element of the span, lowest bit of the first byte first. For densities from a third up.
-RICE: :mod:`pscore.wire.codecs.rice`. DENSE has no bytes and no format.
+RICE: :mod:`pscore.wire.codecs.rice`. RUNS: :mod:`pscore.wire.codecs.runs`. DENSE has no bytes and no format.
 """
 
 from collections.abc import Collection
@@ -12,6 +12,7 @@ import numpy as np
 from pscore.wire.codecs import index_loops as loops
 from pscore.wire.codecs.format import IndexFormat, Offsets
 from pscore.wire.codecs.rice import RICE
+from pscore.wire.codecs.runs import RUNS
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
@@ -58,31 +59,37 @@ INDEX_FORMATS: dict[int, IndexFormat] = {
         "raw32",
         _write_raw32,
         _read_raw32,
-        bits=lambda count, length: 32.0 * count,
-        nanoseconds=lambda count, length: 3e3 + 1.2 * count,
+        bits=lambda count, length, runs: 32.0 * count,
+        nanoseconds=lambda count, length, runs: 3e3 + 1.2 * count,
     ),
     pb.INDEX_CODEC_BITMAP: IndexFormat(
         "bitmap",
         _write_bitmap,
         _read_bitmap,
-        bits=lambda count, length: float(length),
-        nanoseconds=lambda count, length: 5e3 + 1.2 * count + 0.4 * length,
+        bits=lambda count, length, runs: float(length),
+        nanoseconds=lambda count, length, runs: 5e3 + 1.2 * count + 0.4 * length,
     ),
     pb.INDEX_CODEC_RICE: RICE,
+    pb.INDEX_CODEC_RUNS: RUNS,
 }
 
 
-def choose(count: int, length: int, link_bytes_per_second: float | None, allowed: Collection[int]) -> int:
+def choose(
+    count: int, length: int, link_bytes_per_second: float | None, allowed: Collection[int], runs: int | None = None
+) -> int:
     """Return the codec that arrives first: bytes over the link's rate, plus the time to write and to read them.
 
-    For ``1 ≤ count ≤ length`` entries at random places. The rate is ``None`` or 0 if it is not known. ``allowed``
-    are codecs that the peer reads; RAW32 is returned if none of them is known here.
+    For ``1 ≤ count ≤ length`` entries, which are ``runs`` runs of neighbours; ``None``: at random places. The rate is
+    ``None`` or 0 if it is not known. ``allowed`` are codecs that the peer reads; RAW32 is returned if none of them is
+    known here.
     """
     rate = link_bytes_per_second or ASSUMED_LINK
+    if runs is None:
+        runs = max(1, round(count * (1 - count / length)))
 
     def seconds(codec: int) -> float:
         form = INDEX_FORMATS[codec]
-        return form.bits(count, length) / 8 / rate + form.nanoseconds(count, length) * 1e-9
+        return form.bits(count, length, runs) / 8 / rate + form.nanoseconds(count, length, runs) * 1e-9
 
     return min((codec for codec in INDEX_FORMATS if codec in allowed), key=seconds, default=pb.INDEX_CODEC_RAW32)
 

@@ -275,3 +275,41 @@ def read_bitmap(data, count, base, offsets):
             word &= word - _1
         start += 64
     return ones
+
+
+@compiled
+def count_runs(offsets):
+    """Return how many runs of neighbours rising offsets (int64) consist of."""
+    runs = np.int64(offsets.size > 0)
+    for i in range(1, offsets.size):
+        runs += np.int64(offsets[i] != offsets[i - 1] + 1)
+    return runs
+
+
+@compiled
+def find_runs(offsets, starts, ends):
+    """Fill in the first offset of each run of neighbours, and the place of its last one among all."""
+    run = 0
+    for i in range(offsets.size):
+        if i == 0 or offsets[i] != offsets[i - 1] + 1:
+            starts[run] = offsets[i]
+            run += 1
+        ends[run - 1] = i
+
+
+@compiled
+def read_runs(starts, ends, offsets):
+    """Fill in the offsets (int64) of runs that begin at ``starts``; return whether they rise strictly.
+
+    ``ends`` rises, up to the last place of ``offsets``.
+    """
+    place, least = np.int64(0), starts[0] if starts.size else np.int64(0)
+    for run in range(starts.size):
+        if starts[run] < least:
+            return False
+        least = starts[run] + ends[run] - place + 1
+        shift = starts[run] - place
+        for i in range(place, ends[run] + 1):
+            offsets[i] = i + shift
+        place = ends[run] + 1
+    return True

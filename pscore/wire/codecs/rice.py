@@ -43,8 +43,8 @@ def _read(data: bytes, count: int, length: int, base: int) -> Offsets:
     return offsets
 
 
-def _bits(count: int, length: int) -> float:
-    absent = 1 - count / length
+def _bits(count: int, length: int, runs: int) -> float:
+    absent = 1 - count / max(1, length)
     if not absent:
         each = 1.0
     else:
@@ -54,7 +54,7 @@ def _bits(count: int, length: int) -> float:
     return each * count + 8 * (4 + -(-count // BLOCK))
 
 
-def _nanoseconds(count: int, length: int) -> float:
+def _nanoseconds(count: int, length: int, runs: int) -> float:
     # For few entries high enough for another codec to be chosen, so that a small model never waits for the compiler.
     return 8e3 + 5.5 * count if count >= COMPILED_FROM else 2e5 + 70.0 * count
 

@@ -42,6 +42,8 @@ class _IndexCodecEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_IndexCodec
     """One bit an element of the span, lowest bit of the first byte first."""
     INDEX_CODEC_RICE: _IndexCodec.ValueType  # 4
     """Gaps in Golomb-Rice codes, with a parameter per block and an escape."""
+    INDEX_CODEC_RUNS: _IndexCodec.ValueType  # 7
+    """Runs of neighbours: where each begins, and the number of entries up to its end, both in Golomb-Rice codes."""
 
 class IndexCodec(_IndexCodec, metaclass=_IndexCodecEnumTypeWrapper):
     """How the indices of a chunk are written. A gap is an offset minus the previous offset minus one (the first: from -1).
@@ -58,6 +60,8 @@ INDEX_CODEC_BITMAP: IndexCodec.ValueType  # 3
 """One bit an element of the span, lowest bit of the first byte first."""
 INDEX_CODEC_RICE: IndexCodec.ValueType  # 4
 """Gaps in Golomb-Rice codes, with a parameter per block and an escape."""
+INDEX_CODEC_RUNS: IndexCodec.ValueType  # 7
+"""Runs of neighbours: where each begins, and the number of entries up to its end, both in Golomb-Rice codes."""
 Global___IndexCodec: _TypeAlias = IndexCodec  # noqa: Y015
 
 class _ValueCodec:

@@ -37,6 +37,12 @@ def test_bitmaps_begin_near_thirty_per_cent():
     assert chosen(0.2, None) == "rice"
 
 
+@pytest.mark.parametrize(("columns", "codec"), [(1, "rice"), (4, "runs"), (64, "runs")])
+def test_rows_are_written_as_runs(columns, codec):
+    rows = 10_000
+    assert INDEX_FORMATS[choose(rows * columns, 100 * rows * columns, None, ALL, rows)].name == codec
+
+
 @given(
     st.integers(1, 10**6),
     st.floats(1e-6, 1),

@@ -1,6 +1,7 @@
 """Index codecs: every one gives back what it was given, in as few bits as it promises."""
 
 import math
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -13,6 +14,7 @@ from pscore.wire.codecs.format import MAX_ENTRIES
 from pscore.wire.codecs.index import INDEX_FORMATS, decode_offsets
 from pscore.wire.codecs.index_loops import BLOCK, ESCAPE, MAX_PARAMETER
 from pscore.wire.codecs.rice import RICE
+from pscore.wire.codecs.runs import RUNS, count_runs
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.pscore import rice_reference
@@ -110,7 +112,7 @@ def test_rice_stays_within_two_per_cent_of_the_entropy_of_a_random_support(densi
 @pytest.mark.parametrize("density", [0.3, 0.1, 0.01, 0.001])
 def test_the_estimate_of_bits_is_what_a_random_support_needs(codec, density):
     offsets = random_support(density, 1 << 15)
-    estimate = INDEX_FORMATS[codec].bits(len(offsets), length_of(offsets))
+    estimate = INDEX_FORMATS[codec].bits(len(offsets), length_of(offsets), count_runs(offsets))
     assert estimate / len(offsets) == pytest.approx(bits_an_entry(codec, offsets), rel=0.03)
 
 
@@ -178,3 +180,22 @@ def test_the_layout_of_rice_bytes_is_the_documented_one():
     quotients = [0b10_10_100_1, 0, 0, 0b1]
     low_bits, escaped = [0b0110], [0x40, 0x42, 0x0F, 0x00]
     assert [*data] == [*quotient_bytes, *b, *quotients, *low_bits, *escaped]
+
+
+@pytest.mark.parametrize(("columns", "bits_a_row"), [(4, 13), (16, 17), (64, 21), (768, 31)])
+def test_runs_write_a_touched_row_once(columns, bits_a_row):
+    """2 % of a table's rows, 1.2 % of one with 768 columns: 8 bits say which, and some how long the row is."""
+    share = 0.012 if columns == 768 else 0.02
+    rows = np.flatnonzero(np.random.default_rng(0).random(50_000) < share)
+    offsets = (rows[:, None] * columns + np.arange(columns)).ravel()
+    assert bits_an_entry(pb.INDEX_CODEC_RUNS, offsets) * columns < bits_a_row
+    assert bits_an_entry(pb.INDEX_CODEC_RICE, offsets) * columns > 2 * bits_a_row
+
+
+def test_the_layout_of_runs_is_the_documented_one():
+    """Entries 20 to 23 and 28 to 31: starts 20 and 28, ends 3 and 7."""
+    data = RUNS.encode(np.array([*range(20, 24), *range(28, 32)]), 40)
+    starts, ends = RICE.encode(np.array([20, 28]), 40), RICE.encode(np.array([3, 7]), 8)
+    assert data == bytes([2, 0, 0, 0, len(starts), 0, 0, 0]) + starts + ends
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "wire-format.md").read_text()
+    assert data.hex() in page.replace(" ", "").replace("|", "")
