@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from psclient.optim.gradient_dropping import GradientDropping as GradientDropping
     from psclient.optim.momentum_sgd import MomentumSGD as MomentumSGD
     from psclient.optim.outer import Outer as Outer
+    from psclient.optim.server_adagrad import ServerAdagrad as ServerAdagrad
     from psclient.optim.server_optimizer import ServerOptimizer as ServerOptimizer
-    from psclient.optim.server_optimizer import ServerRMSprop as ServerRMSprop
+    from psclient.optim.server_rmsprop import ServerRMSprop as ServerRMSprop
     from psclient.optim.ssgd import SSGD as SSGD
     from psclient.optim.wagma import WAGMA as WAGMA
     from psclient.publisher.published import Published as Published
@@ -61,7 +62,9 @@ _NAMES = {
     "psclient.optim.gradient_dropping": ("GradientDropping",),
     "psclient.optim.momentum_sgd": ("MomentumSGD",),
     "psclient.optim.outer": ("Outer",),
-    "psclient.optim.server_optimizer": ("ServerOptimizer", "ServerRMSprop"),
+    "psclient.optim.server_adagrad": ("ServerAdagrad",),
+    "psclient.optim.server_optimizer": ("ServerOptimizer",),
+    "psclient.optim.server_rmsprop": ("ServerRMSprop",),
     "psclient.optim.ssgd": ("SSGD",),
     "psclient.optim.wagma": ("WAGMA",),
     "psclient.publisher.published": ("Published",),

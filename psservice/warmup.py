@@ -9,7 +9,7 @@ from pscore.model import digest_loops
 from psservice.cuts import stamp_loops
 from psservice.model import union_loops
 from psservice.replies import reply_loops
-from psservice.rules.rmsprop import step_at
+from psservice.rules.scaled_by_squares import step_at
 from psservice.rules.subtract import subtract_at
 
 

@@ -9,7 +9,6 @@ from psclient.compress.gradients import Gradients, Scale
 from psclient.compress.host_table import Choice, Filled, Places, Rule, Sent
 from psclient.compress.residuals import Memories
 from psclient.report import StepReport
-from pscore.model.layout import ModelLayout
 from pscore.model.sparse_slice import SparseSlice
 from pscore.selection.cuda.launches import DeviceKernels
 from pscore.selection.cuda.segments import DeviceSegments
@@ -20,11 +19,9 @@ _ADDRESSES = ("memory", "momentum", "gradient", "parameters")
 class DeviceTable(Filled):
     """Some tensors on one device; :meth:`launch` begins a step's selection, and :meth:`collect` ends it."""
 
-    def __init__(self, layout: ModelLayout, places: Places, kernels: DeviceKernels) -> None:
-        edges = np.array(layout.offsets)
-        starts, ends = edges[places.positions], edges[places.positions + 1]
-        self._segments = DeviceSegments(kernels, ends - starts, starts - places.span.start)
-        super().__init__(layout, places, self._segments.rows)
+    def __init__(self, places: Places, kernels: DeviceKernels) -> None:
+        self._segments = DeviceSegments(kernels, places.sizes, places.starts - places.span.start)
+        super().__init__(places, self._segments.rows)
         self._used: list[torch.Tensor] = []
         self._residuals: list[torch.Tensor] = []
         self._momenta: dict[int, torch.Tensor] = {}
@@ -76,8 +73,7 @@ class DeviceTable(Filled):
         """Wait for the entries, and return them on the host."""
         if self._all_whole:
             values = self._segments.whole().numpy()
-            for position in self._positions:
-                memories.state(position).pop("residual", None)
+            memories.clear("residual", self._positions)
             self._forget()
             return self._runs(values)
         masked = {row: tensor for row, tensor in self._momenta.items() if self._rows["masked"][row]}

@@ -31,6 +31,8 @@ class Gradients(dict[int, torch.Tensor]):
             mark only.
         on_host: bool ``[m]``.
         kinds: int8 ``[m]``, as in :data:`~pscore.selection.host.segments.KINDS`; -1 for another dtype.
+        rows: by position, int64 ``[t]``, ascending: which rows of the parameter a gradient ``[t, …]`` has, as that of
+            ``nn.Embedding(sparse=True)``. It is zero in all others. A position that is missing has them all.
         unsound: int32 on a device, not 0 if some norm is not finite; ``None`` if all gradients are known to be.
     """
 
@@ -41,8 +43,9 @@ class Gradients(dict[int, torch.Tensor]):
     on_host: NDArray[np.bool_]
     unsound: torch.Tensor | None = None
 
-    def __init__(self, tensors: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, tensors: Mapping[int, torch.Tensor], rows: Mapping[int, Integers] | None = None) -> None:
         super().__init__(tensors)
+        self.rows = dict(rows or {})
         count, used = len(self), self.values()
         self.positions = np.fromiter(self, np.int64, count)
         self.sizes = np.fromiter(map(torch.Tensor.numel, used), np.int64, count)
@@ -55,8 +58,8 @@ class Gradients(dict[int, torch.Tensor]):
         else:
             self.addresses = np.zeros(count, np.int64)
             listed = list(used)
-            rows = np.flatnonzero(is_plain)
-            self.addresses[rows] = [listed[row].data_ptr() for row in rows.tolist()]
+            plain = np.flatnonzero(is_plain)
+            self.addresses[plain] = [listed[place].data_ptr() for place in plain.tolist()]
 
 
 def gather(model: TrainedModel, groups: ParamGroups, positions: range) -> dict[int, torch.Tensor]:
@@ -79,7 +82,7 @@ def require_trainable(model: TrainedModel, groups: ParamGroups) -> None:
 
 
 def finite(model: TrainedModel, gradients: Mapping[int, torch.Tensor], *, waits: bool = True) -> Gradients:
-    """Return the gradients (by position, ascending) dense, as their memory has them.
+    """Return the gradients (by position, ascending) as their memory has them: dense, or of some rows.
 
     With ``waits=False`` the check stays on the device: the result is flagged in ``unsound``; call
     :func:`refuse_unsound` if it is set.
@@ -89,13 +92,6 @@ def finite(model: TrainedModel, gradients: Mapping[int, torch.Tensor], *, waits:
         ModelChangedError: one has another number of elements than its parameter had, or its memory is freed.
     """
     found = Gradients(gradients)
-    odd = {n: _in_memory(found[n]) for n in found.positions[found.addresses == 0].tolist()}
-    if any(found[n] is not tensor for n, tensor in odd.items()):
-        found = Gradients({**gradients, **odd})
-    for n, tensor in odd.items():
-        if tensor.is_cpu and tensor.numel() and not tensor.data_ptr():
-            name, why = model.layout.parameters[n].name, "has a gradient whose memory is freed"
-            raise ModelChangedError(name, why, "call step() before it is, or set it to None")
     wrong = found.positions[found.sizes != model.sizes[found.positions]].tolist()
     if wrong:
         raise ModelChangedError(
@@ -103,7 +99,20 @@ def finite(model: TrainedModel, gradients: Mapping[int, torch.Tensor], *, waits:
             f"has a gradient of {found[wrong[0]].numel()} elements, and {model.sizes[wrong[0]]} of its own",
             "leave the size of a gradient alone, or set it to None",
         )
-    if not waits and (found.addresses != 0).all():
+    rows = {}
+    odd: dict[int, torch.Tensor] = {}
+    for n in found.positions[found.addresses == 0].tolist():
+        if _has_rows(found[n]):
+            odd[n], rows[n] = _touched_rows(model.layout.parameters[n].name, found[n])
+        else:
+            odd[n] = _in_memory(found[n])
+    if any(found[n] is not tensor for n, tensor in odd.items()):
+        found = Gradients({**gradients, **odd}, rows)
+    for n, tensor in odd.items():
+        if tensor.is_cpu and tensor.numel() and not tensor.data_ptr():
+            name, why = model.layout.parameters[n].name, "has a gradient whose memory is freed"
+            raise ModelChangedError(name, why, "call step() before it is, or set it to None")
+    if not waits and not rows and (found.addresses != 0).all():
         found.unsound = (~norms(found.values()).isfinite().all()).int()
         return found
     is_plain = (found.addresses != 0) & found.on_host
@@ -121,6 +130,24 @@ def refuse_unsound(model: TrainedModel, gradients: Gradients) -> None:
     gradients.unsound = None
     if bad := _first_of_any(gradients):
         raise NonFiniteGradientError(model.layout.parameters[bad[0]].name)
+
+
+def _has_rows(gradient: torch.Tensor) -> bool:
+    """Tell whether a gradient names the rows that it has, and the others are zero."""
+    return gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1
+
+
+def _touched_rows(name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, Integers]:
+    """Return the values ``[t, …]`` of a gradient that names its rows, and these, ascending; equal ones are summed."""
+    whole = gradient.coalesce()
+    rows = whole.indices()[0].cpu().numpy()
+    if rows.size and not 0 <= rows[0] <= rows[-1] < gradient.shape[0]:
+        raise ModelChangedError(
+            name,
+            f"has a sparse gradient with row {rows[0] if rows[0] < 0 else rows[-1]} of {gradient.shape[0]}",
+            "make it with torch.sparse_coo_tensor(…, check_invariants=True) to find out where",
+        )
+    return _in_memory(whole.values().detach().contiguous()), rows
 
 
 def _in_memory(gradient: torch.Tensor) -> torch.Tensor:

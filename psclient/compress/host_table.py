@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from psclient.compress.gradients import Gradients
 from psclient.compress.method import Recurrence
-from psclient.compress.residuals import Memories
+from psclient.compress.residuals import TableMemories
 from psclient.report import StepReport
-from pscore.model.layout import ModelLayout, Span
+from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.selection import SelectFunction
 from pscore.selection.cuda import device_kernels
@@ -79,27 +79,36 @@ class Sent(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The tensors of a table: positions in the layout, ascending; param groups; places among a step's gradients.
+    """The tensors of a table, each int64 ``[m]``, or parts of them.
 
-    ``span`` is the one that slices have.
+    Attributes:
+        positions: in the layout, ascending.
+        numbers: of the param groups.
+        gradients: places among a step's gradients.
+        starts: where each begins in the memories, ascending.
+        sizes: elements in the table.
+        elements: of the whole tensor, of which a density is a share.
+        span: of the slices.
     """
 
     positions: Integers
     numbers: Integers
     gradients: Integers
+    starts: Integers
+    sizes: Integers
+    elements: Integers
     span: Span
 
 
 class Filled:
     """The rows of a table, of :data:`~pscore.selection.host.segments.ROW` or more; filled anew in each step."""
 
-    def __init__(self, layout: ModelLayout, places: Places, rows: NDArray[Any]) -> None:
+    def __init__(self, places: Places, rows: NDArray[Any]) -> None:
         self._positions: tuple[int, ...] = tuple(places.positions.tolist())
         self._numbers, self._places, self._span = places.numbers, places.gradients, places.span
-        edges = np.array(layout.offsets)
-        self._sizes = edges[places.positions + 1] - edges[places.positions]
+        self._sizes, self._elements = places.sizes, places.elements
         self._rows = rows
-        self._rows["start"] = edges[places.positions]
+        self._rows["start"] = places.starts
         self._filled_with: tuple[Mapping[int, Rule], Mapping[int, float], int] | None = None
 
     def _fill(self, rules: Mapping[int, Rule], densities: Mapping[int, float], dense_below: int) -> bool:
@@ -119,8 +128,8 @@ class Filled:
             density = np.array([densities.get(n, rho) for n, rho in zip(self._positions, density, strict=True)])
         self._all_whole, self._whole = bool(whole.all()), self._at(whole)
         self._with_momentum = self._at(rows["factor"] != 0)
-        self._k = np.minimum(sizes, np.maximum(1, (density * sizes).astype(np.int64)))
-        self._counted = (sizes >= dense_below) & ~whole
+        self._k = np.minimum(sizes, np.maximum(1, (density * self._elements).astype(np.int64)))
+        self._counted = (self._elements >= dense_below) & ~whole
         self._masked = self._counted & masked if (self._counted & masked).any() else None
         rows["searched"] = self._counted & (self._k < sizes)
         rows["whole"] = self._all_whole
@@ -162,7 +171,7 @@ class Filled:
         return tensor if tensor.dtype in KINDS else tensor.detach().float()
 
     def _entries(
-        self, offsets: Integers | None, values: Reals, counts: Integers, memories: Memories, report: StepReport
+        self, offsets: Integers | None, values: Reals, counts: Integers, memories: TableMemories, report: StepReport
     ) -> tuple[SparseSlice, dict[int, int]]:
         """Return entries, ascending, as a slice, and their numbers by position; tensors sent whole have no residual."""
         report.wanted_entries += self._wanted
@@ -170,8 +179,7 @@ class Filled:
         if self._unit is not None:
             with np.errstate(over="ignore"):  # is noticed by the caller
                 values = values * (self._unit if self._unit.size == 1 else np.repeat(self._unit, counts))
-        for position in self._whole:
-            memories.state(position).pop("residual")
+        memories.clear("residual", self._whole)
         where = None if offsets is None or values.size == self._span.length else torch.from_numpy(offsets)
         piece = SparseSlice(self._span, where, torch.from_numpy(values))
         return piece, dict(zip(self._positions, counts.tolist(), strict=True))
@@ -194,10 +202,9 @@ class Filled:
 class Table(Filled):
     """Some tensors whose memories are on the host; gradients and parameters elsewhere are copied there."""
 
-    def __init__(self, layout: ModelLayout, places: Places) -> None:
-        edges = np.array(layout.offsets)
-        self._segments = HostSegments(edges[places.positions + 1] - edges[places.positions])
-        super().__init__(layout, places, self._segments.rows)
+    def __init__(self, places: Places) -> None:
+        self._segments = HostSegments(places.sizes)
+        super().__init__(places, self._segments.rows)
 
     def compress(
         self,
@@ -206,7 +213,7 @@ class Table(Filled):
         gradients: Gradients,
         parameters: Sequence[torch.Tensor],
         clip: float,
-        memories: Memories,
+        memories: TableMemories,
         buffer: WholeBuffer,
         choice: Choice,
         report: StepReport,
@@ -224,18 +231,18 @@ class Table(Filled):
         del used  # what the rows refer to lives until here
         return sent
 
-    def _write_out(self, clip: float, memories: Memories, momentum: Reals, buffer: WholeBuffer) -> Sent:
+    def _write_out(self, clip: float, memories: TableMemories, momentum: Reals, buffer: WholeBuffer) -> Sent:
         """Update tensors that are all sent whole."""
-        states = memories.states_of(self._positions)
-        self._rows["has_residual"] = ["residual" in state for state in states]
+        self._rows["has_residual"] = memories.has("residual", self._positions)
         memories.require("residual", self._at(self._rows["has_residual"]))
         values = buffer.of(self._span)
         self._segments.write_out(clip, memories.flat("residual"), momentum, values, self._span.start)
-        for state in states:
-            state.pop("residual", None)
+        memories.clear("residual", self._positions)
         return self._runs(values)
 
-    def _select(self, clip: float, memories: Memories, momentum: Reals, choice: Choice, report: StepReport) -> Sent:
+    def _select(
+        self, clip: float, memories: TableMemories, momentum: Reals, choice: Choice, report: StepReport
+    ) -> Sent:
         """Update the tensors, and take entries."""
         memories.require("residual", self._positions)
         states = memories.states_of(self._searched_positions)

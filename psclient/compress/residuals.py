@@ -9,6 +9,7 @@ takes no more than that. A tensor that was put there by others, as by ``load_sta
 from collections.abc import MutableMapping, Sequence
 from itertools import repeat
 from operator import is_
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,8 +21,30 @@ from pscore.model.layout import ModelLayout
 _MOST_FOUND = 64  # sets of parameters
 
 
-class Memories:
-    """Finds and makes the memories of each parameter; ``states`` may be replaced between two steps."""
+class TableMemories(Protocol):
+    """The memories that a table of tensors on the host reads and writes."""
+
+    def flat(self, name: str) -> NDArray[np.float32]:
+        """Return all memories of this name, fp32; a table knows where each begins."""
+
+    def states_of(self, positions: tuple[int, ...]) -> list[State]:
+        """Return the states of some parameters."""
+
+    def has(self, name: str, positions: tuple[int, ...]) -> list[bool]:
+        """Tell of each parameter whether it has this memory."""
+
+    def require(self, name: str, positions: tuple[int, ...]) -> None:
+        """Have these memories; zero if there was none."""
+
+    def clear(self, name: str, positions: tuple[int, ...]) -> None:
+        """Make these memories zero, if there are any."""
+
+
+class Memories(TableMemories):
+    """Finds and makes the memories of each parameter; ``states`` may be replaced between two steps.
+
+    ``on_host`` tells of each parameter whether its memories are here; it may change between two steps.
+    """
 
     def __init__(
         self,
@@ -37,6 +60,7 @@ class Memories:
         self._known: list[State] = []  # the states of all parameters at the last look-up
         self._found: dict[tuple[int, ...], list[State]] = {}  # the states of some parameters, by their positions
         self._placed: dict[tuple[str, tuple[int, ...]], list[torch.Tensor]] = {}
+        self._used: set[tuple[str, int]] = set()  # whose place has been in use
 
     def state(self, position: int) -> State:
         """Return a parameter's state."""
@@ -72,6 +96,15 @@ class Memories:
             self._place(state, name, position) for state, position in zip(states, positions, strict=True)
         ]
 
+    def has(self, name: str, positions: tuple[int, ...]) -> list[bool]:
+        """Tell of each parameter whether it has this memory."""
+        return [name in state for state in self.states_of(positions)]
+
+    def clear(self, name: str, positions: tuple[int, ...]) -> None:
+        """Drop these memories, if there are any: they are zero when they are made again."""
+        for state in self.states_of(positions):
+            state.pop(name, None)
+
     def of(self, name: str, position: int) -> torch.Tensor:
         """Return a parameter's memory, fp32 ``[n]``; zero at first."""
         parameter = self._parameters[position]
@@ -90,8 +123,11 @@ class Memories:
             span = self._layout.span(position)
             views[position] = torch.from_numpy(self._flat[name][span.start : span.end])
         held, view = state.get(name), views[position]
+        is_new = (name, position) not in self._used
+        self._used.add((name, position))
         if held is None:
-            view.zero_()
+            if not is_new:  # else its pages are zero, and a table of many rows touches few of them
+                view.zero_()
         elif held is not view:
             view.copy_(held.reshape(-1))
         state[name] = view

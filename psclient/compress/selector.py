@@ -13,6 +13,7 @@ from psclient.compress.groups import ParamGroups
 from psclient.compress.host_table import Choice, Places, Rule, Sent, Table, WholeBuffer
 from psclient.compress.method import Method, State
 from psclient.compress.residuals import Memories
+from psclient.compress.row_table import RowTable
 from psclient.errors import UpdateOverflowError
 from psclient.model.module import TrainedModel
 from psclient.model.scatter import scatter
@@ -61,12 +62,14 @@ class Members(NamedTuple):
         numbers: the param group of each tensor of the model.
         groups: positions, int64, by param group.
         table: of those that are selected from on the host; ``None`` without one.
+        rows: of those of which a step has touched some rows; ``None`` without one.
         on_devices: of those that are selected from on their device, a table each.
     """
 
     numbers: Integers
     groups: dict[int, Integers]
     table: Table | None
+    rows: RowTable | None
     on_devices: list[DeviceTable]
 
 
@@ -88,7 +91,7 @@ class Selector:
         self._method, self._model, self._choice = method, model, choice
         self._groups, self._grouping = groups, grouping
         self._shares = np.zeros(len(model.parameters), np.float32)  # of the last update; at most one push is under way
-        self._known: dict[tuple[int, int, int, bytes], Members] = {}
+        self._known: dict[tuple[int, int, int, bytes, bytes], Members] = {}
         self._kept = 0  # tensors of all sets that are known
         self._generation = -1  # of the param groups, as the members have them
         self._buffer = WholeBuffer(model.layout.size)
@@ -96,8 +99,13 @@ class Selector:
         self._kernels = {device: found for device in devices if (found := choice.on_device(device)) is not None}
         self._on_host = np.array([parameter.device not in self._kernels for parameter in model.parameters], bool)
         self.memories = Memories(model.layout, model.parameters, states, self._on_host)
-        self.on_one_device = len(self._kernels) == 1 and not self._on_host.any()
+        self._by_rows: set[int] = set()  # positions of which a gradient has named its rows
+        self._owed: dict[int, Integers] = {}  # rows whose entries were not applied, and go with the next push
+
+    @property
+    def on_one_device(self) -> bool:
         """Whether launches select from all tensors; gradients may be ``unsound`` then, and without them may not."""
+        return len(self._kernels) == 1 and not self._on_host.any()
 
     def compress(self, group: range, gradients: Gradients, scale: Scale, report: StepReport) -> Sent:
         """Return what the tensors of a group send that have a gradient (finite), ascending within a device.
@@ -128,6 +136,16 @@ class Selector:
             if members.table is not None:
                 sent = members.table.compress(*given, float(scale), self.memories, self._buffer, self._choice, report)
                 is_finite = sent.is_finite
+            if (by_rows := members.rows) is not None:
+                found = by_rows.compress(
+                    *(rules, densities, gradients, self._owed, self._model.parameters),
+                    *(float(scale), self.memories, self._choice, report),
+                )
+                for position in by_rows.positions.tolist():
+                    self._owed.pop(position, None)
+                sent.slices.extend(found.slices)
+                sent.entries.update(found.entries)
+                is_finite &= found.is_finite
             for table in members.on_devices:
                 found = table.collect(self.memories, report)
                 sent.slices.extend(found.slices)
@@ -150,7 +168,10 @@ class Selector:
             self._kept = 0
         low, high = np.searchsorted(gradients.positions, (group.start, group.stop)).tolist()
         where = gradients.positions[low:high]
-        key = group.start, group.stop, low, where.tobytes()
+        named = np.array([position in gradients.rows for position in where.tolist()] if gradients.rows else [], bool)
+        if named.any():
+            self._keep_on_host(where[named])
+        key = group.start, group.stop, low, where.tobytes(), named.tobytes()
         if key not in self._known:
             self._kept += len(where)
             if self._kept > _MOST_SETS * len(self._model.parameters):
@@ -158,26 +179,43 @@ class Selector:
                 self._kept = len(where)
             numbers = self._groups.numbers_of(self._model.parameters)
             trained = numbers[where] >= 0
-            on_table = trained & self._on_host[where]
+            named = named if named.size else np.zeros(where.size, bool)
+            on_table = trained & self._on_host[where] & ~named
+            named &= trained
             span = Span(self._model.layout.offsets[group.start], self._model.layout.offsets[group.stop])
+
+            edges = np.array(self._model.layout.offsets)
 
             def places(chosen: NDArray[np.bool_]) -> Places:
                 rows = np.flatnonzero(chosen)
-                return Places(where[rows], numbers[where[rows]], rows + low, span)
+                starts, sizes = edges[where[rows]], self._model.sizes[where[rows]]
+                return Places(where[rows], numbers[where[rows]], rows + low, starts, sizes, sizes, span)
 
+            on_device = trained & ~self._on_host[where]
             devices = [self._model.parameters[position].device for position in where.tolist()]
-            apart = {device: trained & np.array([each == device for each in devices], bool) for device in self._kernels}
+            apart = {
+                device: on_device & np.array([each == device for each in devices], bool) for device in self._kernels
+            }
             self._known[key] = Members(
                 numbers,
                 {number: where[numbers[where] == number] for number in np.unique(numbers[where[trained]]).tolist()},
-                Table(self._model.layout, places(on_table)) if on_table.any() else None,
+                Table(places(on_table)) if on_table.any() else None,
+                RowTable(self._model.layout, where[named], numbers[where[named]]) if named.any() else None,
                 [
-                    DeviceTable(self._model.layout, places(chosen), self._kernels[device])
+                    DeviceTable(places(chosen), self._kernels[device])
                     for device, chosen in apart.items()
                     if chosen.any()
                 ],
             )
         return self._known[key]
+
+    def _keep_on_host(self, positions: Integers) -> None:
+        """Have the memories of tensors here, of which few rows are used in a step, and not on their device."""
+        self._by_rows.update(positions.tolist())
+        if not self._on_host[positions].all():
+            self._on_host[positions] = True
+            self._known.clear()
+            self._kept = 0
 
     def _without_overflow(self, sent: Iterable[SparseSlice], members: Members) -> str:
         """Restore the finite entries and clear the others in all memories; return the name of a tensor of theirs."""
@@ -251,9 +289,28 @@ class Selector:
                 memory.sub_(residual.reshape(memory.shape).to(memory.device), alpha=unit)
 
     def restore(self, slices: Iterable[SparseSlice]) -> None:
-        """Add entries that did not arrive to the residuals again, each times its tensor's share."""
+        """Add entries that did not arrive to the residuals again, each times its tensor's share.
+
+        The next push looks at them, also if they are of rows that no gradient names then.
+        """
+        for each in slices:
+            piece = each.cpu()
+            self._restore(piece)
+            for position, part in self._by_tensor([piece]) if self._by_rows else ():
+                if position in self._by_rows:
+                    self._owe(position, part)
+
+    def restore_errors(self, slices: Iterable[SparseSlice]) -> None:
+        """Add errors of quantisation to the residuals again; those of a row wait until a gradient names it."""
         for each in slices:
             self._restore(each.cpu())
+
+    def _owe(self, position: int, lost: SparseSlice) -> None:
+        shape, start = self._model.layout.parameters[position].shape, self._model.layout.offsets[position]
+        first = lost.span.start - start
+        offsets = np.arange(lost.entries) if lost.offsets is None else lost.offsets.numpy()
+        rows = np.unique((offsets + first) // (int(self._model.sizes[position]) // shape[0]))
+        self._owed[position] = np.union1d(self._owed.get(position, rows), rows)
 
     def _restore(self, lost: SparseSlice) -> None:
         touched, (start, end) = self._model.layout.positions(lost.span), (lost.span.start, lost.span.end)

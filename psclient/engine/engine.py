@@ -9,8 +9,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from psclient.compress.gradients import Gradients, PushedGradients, Scale, finite, refuse_unsound, require_trainable
@@ -689,7 +691,7 @@ class Engine:
                 raise
             shard.hold(written.arriving)
             if written.lost is not None:
-                self.selector.restore([written.lost])
+                self.selector.restore_errors([written.lost])
             report.push_entries += written.arriving.entries
             with report.timed("send"):
                 shard.send(written)
@@ -842,27 +844,33 @@ class Engine:
 
 
 def joined(span: Span, sent: Iterable[SparseSlice]) -> list[SparseSlice]:
-    """Return a group's entries as one sparse segment, or as its dense runs."""
+    """Return a group's entries as segments, ascending: the dense runs, and the sparse entries between two of these."""
     found = [segment for segment in sent if segment.entries]
     if len({segment.values.device for segment in found}) > 1:  # a model spread over devices meets on the host
         found = [segment.cpu() for segment in found]
-    sparse = any(segment.offsets is not None for segment in found)
-    if sparse and len(found) == 1 and found[0].span == span:
+    if len(found) == 1 and found[0].offsets is not None and found[0].span == span:
         return found
     found.sort(key=lambda segment: segment.span.start)
+    if any(before.span.end > after.span.start for before, after in pairwise(found)):
+        whole = merge(span, found)
+        return [] if whole is None else [_ascending(whole)]
     runs: list[list[SparseSlice]] = []
     for segment in found:
-        if runs and (sparse or runs[-1][-1].span.end == segment.span.start):
-            runs[-1].append(segment)
-        else:
+        last = runs[-1][-1] if runs else None
+        is_dense = segment.offsets is None
+        if last is None or is_dense != (last.offsets is None) or (is_dense and last.span.end != segment.span.start):
             runs.append([segment])
-    spans = [span] if sparse else [Span(run[0].span.start, run[-1].span.end) for run in runs]
-    joined = [one for span, run in zip(spans, runs, strict=True) if (one := merge(span, run)) is not None]
-    return [_ascending(one) for one in joined] if sparse and len(found) > 1 else joined
+        else:
+            runs[-1].append(segment)
+    merged = [merge(Span(run[0].span.start, run[-1].span.end), run) for run in runs]
+    return [each for each in merged if each is not None]
 
 
 def _ascending(segment: SparseSlice) -> SparseSlice:
-    """Sort a segment's entries: those of tensors of one device may lie between those of another."""
+    """Sort a segment's entries: those of some tensors may lie between those of others."""
     assert segment.offsets is not None
-    order = segment.offsets.argsort()
+    if segment.offsets.is_cpu:
+        order = torch.from_numpy(np.argsort(segment.offsets.numpy(), kind="stable"))  # few sorted parts: fast
+    else:
+        order = segment.offsets.argsort()
     return SparseSlice(segment.span, segment.offsets[order], segment.values[order])

@@ -1,4 +1,4 @@
-"""Workers push gradients, and an optimizer on the server takes the steps: one of ``torch.optim``, or sparse RMSprop."""
+"""Workers push gradients, and an optimizer on the server takes the steps: one of ``torch.optim``."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -139,73 +139,6 @@ class ServerOptimizer(ParameterServerOptimizer):
         )
 
 
-def rmsprop_recurrence(group: Group) -> Recurrence:
-    """``r += g + wd·θ``; at ρ = 1 all of ``r`` is sent."""
-    return Recurrence(decay=group["weight_decay"], whole=group["density"] >= 1)
-
-
-RMSPROP = Method("server_rmsprop", rmsprop_recurrence, server_remembers=True, groups_are_agreed=True)
-
-
-class ServerRMSprop(ParameterServerOptimizer):
-    """RMSprop whose running squares are on the server, once for all workers; no momentum.
-
-    Per tensor::
-
-        r += g + wd·θ                                  # on every worker
-        send s = Q(p) of p = top ρ of |r|;  r[sent] = 0
-        server: v = α·v + (1 − α)·s²                   # absent entries are zeros
-                θ −= lr·s / (√v + ε)
-
-    The values are those of ``ServerOptimizer("RMSprop")``, at a cost of the entries that are sent and not of the model:
-    the rest stays as it is, so that replies are sparse. Without momentum, because asynchrony adds some. The rate is
-    each group's ``lr`` on the worker, and travels with each push: torch's schedulers work as usual.
-
-    Args:
-        params: parameters or param groups.
-        lr: learning rate.
-        alpha: ``α``, 0.5 to below 1; all workers must agree.
-        eps: ``ε``, at least 1e-30; all workers must agree.
-        weight_decay: L2 penalty, added to the gradient on the worker.
-        density: ``ρ``; a number, or a function of the step.
-        **connection: ``rounds=psclient.Rounds()`` for one step a round; see
-            :class:`~psclient.optim.base.ParameterServerOptimizer`.
-
-    Raises:
-        RefusedError: ``alpha`` or ``eps`` is out of its range.
-    """
-
-    _method = RMSPROP
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float = 0.001,
-        alpha: float = 0.99,
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        density: Density | None = None,
-        **connection: Unpack[Options],
-    ) -> None:
-        options = {"lr": lr, "alpha": alpha, "eps": eps}
-        agreed = {"update": "rmsprop", "optimizer": as_json({"name": "RMSprop", "options": options}, "options")}
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay}, density, agreed, **connection)
-
-    def _agreed_settings(self) -> dict[str, str]:
-        """Workers must agree on the groups and their first rates."""
-        groups = [
-            {"tensors": self._model.positions_of(group), "options": {"lr": float(group["lr"])}}
-            for group in self.param_groups
-        ]
-        return super()._agreed_settings() | {"groups": as_json(groups, "param groups")}
-
-    def _sources(self, model: TrainedModel, groups: ParamGroups) -> tuple[GradientSource, Callable[[], Rates]]:
-        """Each group has a rate of its own."""
-        return super()._sources(model, groups)[0], partial(_group_rates, groups)
-
-    _from_torch = ServerOptimizer._from_torch
-
-
 def _options(groups: Sequence[Mapping[str, Any]], known: frozenset[str]) -> list[dict[str, Any]]:
     """Return each group's own options for the server's optimizer, without the rate."""
     sent = known - _WORKERS_OWN - {"lr"}
@@ -220,10 +153,10 @@ def _rates(groups: ParamGroups, known: frozenset[str], agreed: Sequence[Mapping[
                 f"{', '.join(changed)} of param group {number} is not what the server's optimizer was made with, and "
                 "only lr can be changed in a run: set it back, or begin another run with it"
             )
-    return _group_rates(groups)
+    return group_rates(groups)
 
 
-def _group_rates(groups: ParamGroups) -> Rates:
+def group_rates(groups: ParamGroups) -> Rates:
     """Return the rates of a push of gradients: the server steps each group at its own."""
     rates = []
     for number in range(len(groups.all)):

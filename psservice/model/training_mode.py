@@ -12,23 +12,25 @@ import pydantic.dataclasses
 from pydantic import Field, TypeAdapter, ValidationError
 
 from pscore.wire.errors import ErrorCode, Rejected
+from psservice.rules.adagrad import Adagrad
 from psservice.rules.assign import Assign
 from psservice.rules.base import RuleMaker
 from psservice.rules.delayed_nesterov import DelayedNesterov, Options
 from psservice.rules.optimizer_settings import TorchSettings
-from psservice.rules.rmsprop import RMSprop, settings_of
+from psservice.rules.rmsprop import RMSprop
 from psservice.rules.subtract import Subtract
 from psservice.rules.torch_optimizer import TorchOptimizer
 
 _MOST_WORKERS = 1 << 20
 
 _RULES: dict[str, Callable[[Mapping[str, str]], RuleMaker]] = {
+    "adagrad": lambda settings: partial(Adagrad, TorchSettings.parse(settings)),
     "subtract": lambda settings: Subtract,
     "assign": lambda settings: Assign,
     "average": lambda settings: Subtract,  # from each worker's own model; see psservice.wagma.replicas
     "delayed_nesterov": lambda settings: partial(DelayedNesterov, Options.parse(settings)),
     "relay": lambda settings: Assign,  # of a relay, which has no workers
-    "rmsprop": lambda settings: partial(RMSprop, settings_of(settings)),
+    "rmsprop": lambda settings: partial(RMSprop, TorchSettings.parse(settings)),
     "torch": lambda settings: partial(TorchOptimizer, TorchSettings.parse(settings)),
 }
 

@@ -1,178 +1,33 @@
-"""RMSprop on the server, at the cost of a push's entries: the rule of ``psclient.ServerRMSprop``.
+"""RMSprop on the server: the rule of ``psclient.ServerRMSprop`` (Tieleman and Hinton, 2012), as torch has it.
 
-Absent entries of a sparse push are gradients of zero, as in ``torch.optim.RMSprop`` (Tieleman and Hinton, 2012)::
+::
 
     v ← α·v + (1 − α)·g²
     θ ← θ − lr·g / (√v + ε)
-
-A gradient of zero leaves ``θ`` alone and takes a factor from ``v``. So ``v`` is kept as ``c·V``, where ``c`` holds the
-factors of all steps, and a push touches only its entries. The values are torch's but for rounding.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import numpy as np
 import torch
 
-from pscore.jit import compiled
 from pscore.model.layout import ModelLayout, Span
-from pscore.model.sparse_slice import SparseSlice
-from pscore.selection.rule import Integers, Reals
-from pscore.wire.errors import ErrorCode, Rejected
-from psservice.rules.base import (
-    PLAIN,
-    PieceState,
-    PortableState,
-    PushContext,
-    RuleState,
-    UpdateRule,
-    import_by_entries,
-)
-from psservice.rules.changed import ChangedIndices, changed_by
 from psservice.rules.optimizer_settings import TorchSettings, bad
+from psservice.rules.scaled_by_squares import ScaledBySquares, options_of
 
-_LEAST_FACTOR = 2.0**-20  # below it V is multiplied by the factor, and the next factor is 1
-_LEAST_ALPHA, _LEAST_EPS, _LARGEST_EPS = 0.5, 1e-30, 1e30
-_DEFAULTS: Mapping[str, Any] = {"alpha": 0.99, "eps": 1e-8}
-_LARGEST_GRADIENT = np.float32(1e15)  # its square over the least factor is finite
-_LARGEST_PARAMETER = np.float32(1e30)  # a step does not take it out of fp32's range
+_LEAST_ALPHA = 0.5
 
 
-def settings_of(method_settings: Mapping[str, str]) -> TorchSettings:
-    """Read the method settings: RMSprop with lr, alpha and eps, and groups with an lr; ``BAD_REQUEST`` for others."""
-    settings = TorchSettings.parse(method_settings)
-    options = {**_DEFAULTS, **settings.optimizer.options}
-    if settings.optimizer.name != "RMSprop" or options.keys() - {"lr", *_DEFAULTS} or settings.scheduler:
-        raise bad("the rule rmsprop is RMSprop with lr, alpha and eps, without a scheduler")
-    if any(own.keys() - {"lr"} for own in _own(settings)):
-        raise bad("a group of the rule rmsprop has a rate of its own, and nothing else")
-    if not _LEAST_ALPHA <= options["alpha"] < 1:
-        raise bad(f"alpha of the rule rmsprop must be from {_LEAST_ALPHA} to below 1, not {options['alpha']!r}")
-    if not _LEAST_EPS <= options["eps"] <= _LARGEST_EPS:
-        raise bad(f"eps of the rule rmsprop must be from {_LEAST_EPS:g} to {_LARGEST_EPS:g}, not {options['eps']!r}")
-    return settings
-
-
-def _own(settings: TorchSettings) -> list[Mapping[str, Any]]:
-    return [group.options for group in settings.groups]
-
-
-class RMSprop(UpdateRule):
-    """Applies sparse or dense gradients; ``BAD_REQUEST`` if groups name tensors that are not there."""
+class RMSprop(ScaledBySquares):
+    """RMSprop with lr, alpha and eps; ``BAD_REQUEST`` for other settings."""
 
     kind = "rmsprop"
+    squares_name = "square_avg"
 
     def __init__(self, settings: TorchSettings, layout: ModelLayout, span: Span, theta: torch.Tensor) -> None:
-        options = {**_DEFAULTS, **settings.optimizer.options}
-        self._theta, self._span = theta, span
-        self._alpha, self._eps = float(options["alpha"]), np.float32(options["eps"])
-        default = settings.optimizer.rate
-        self.rates = tuple(float(own.get("lr", default)) for own in _own(settings)) or (default,)
-        numbers = np.zeros(len(layout.parameters), np.int64)
-        for number, group in enumerate(settings.groups):
-            if group.tensors and max(group.tensors) >= numbers.size:
-                raise bad("the optimizer's groups name tensors that the model does not have")
-            numbers[list(group.tensors)] = number
-        parts = list(layout.overlapping(span))
-        self._groups = numbers[[position for position, _ in parts]]
-        self._ends = np.array([common.end - span.start for _, common in parts], np.int64)
-        self._updates = 0
-        self._factor = 1.0
-        self._squares = torch.zeros_like(theta)
+        options = options_of(settings, "RMSprop", {"alpha": 0.99, "eps": 1e-8})
+        self._alpha = float(options["alpha"])
+        if not _LEAST_ALPHA <= self._alpha < 1:
+            raise bad(f"alpha of the rule rmsprop must be from {_LEAST_ALPHA} to below 1, not {options['alpha']!r}")
+        super().__init__(settings, options["eps"], 0.0, layout, span, theta)
 
-    def apply(self, push: SparseSlice | None, context: PushContext = PLAIN) -> ChangedIndices:
-        """Step once; a push without entries is no step."""
-        if push is None or not push.entries:
-            return changed_by(push)
-        factor = self._factor * self._alpha
-        rates = np.array(context.group_rates or self.rates, np.float32)[self._groups]
-        scalars = np.float32(factor), np.float32(1 - self._alpha), self._eps
-        for tensor in (self._theta, self._squares):
-            self.overwrites(tensor, push.offsets)
-        if self._theta.is_cpu:
-            offsets = None if push.offsets is None else push.offsets.numpy()
-            arrays = self._theta.numpy(), self._squares.numpy(), offsets, push.values.numpy(), self._ends, rates
-            fits = step_at.on(push.entries)(*arrays, *scalars)
-        else:
-            tensors = self._theta, self._squares, push.offsets, push.values
-            fits = _step_on_device(*tensors, self._ends, rates, *map(float, scalars))
-        if not fits:
-            raise Rejected(
-                ErrorCode.NON_FINITE,
-                f"a gradient above {_LARGEST_GRADIENT:g} or a parameter above {_LARGEST_PARAMETER:g} is not stepped",
-            )
-        self._updates, self._factor = self._updates + 1, factor
-        if factor < _LEAST_FACTOR:
-            self.overwrites(self._squares, None)
-            self._squares.mul_(factor)
-            self._factor = 1.0
-        return changed_by(push)
-
-    def export(self) -> RuleState:
-        """Return ``V``, its factor and the number of updates."""
-        return RuleState({"updates": self._updates, "factor": self._factor}, {"squares": self._squares})
-
-    def restore(self, state: RuleState) -> None:
-        """Restore an exported state."""
-        self._updates, self._factor = int(state.plain["updates"]), float(state.plain["factor"])
-        self._squares.copy_(state.tensors["squares"])
-
-    def export_portable(self) -> PortableState:
-        """Return ``v`` by entries of the layout."""
-        piece = PieceState(self._span, tuple(self._theta.shape), {"square_avg": self._squares * self._factor})
-        return PortableState(self.kind, self._updates, 0, [piece])
-
-    def import_portable(self, states: Sequence[PortableState]) -> bool:
-        """Put ``v`` together from shards with other borders."""
-        if not super().import_portable(states):
-            return False
-        import_by_entries(states, self._span, {"square_avg": self._squares})
-        self._updates, self._factor = max(state.updates for state in states), 1.0
-        return True
-
-
-@compiled
-def step_at(theta, squares, offsets, values, ends, rates, factor, rest, eps):  # type: ignore[no-untyped-def]
-    """Step the entries at ``offsets``; False, with nothing changed, if a number is too large.
-
-    ``factor`` is ``c`` after the step, ``rest`` is ``1 − α``; ``rates`` of the tensors that end at ``ends``.
-    """
-    for j in range(values.size):
-        i = j if offsets is None else offsets[j]
-        if not (abs(values[j]) <= _LARGEST_GRADIENT and abs(theta[i]) <= _LARGEST_PARAMETER):
-            return False
-    row = 0
-    for j in range(values.size):
-        i = j if offsets is None else offsets[j]
-        while i >= ends[row]:
-            row += 1
-        g = values[j]
-        v = factor * squares[i] + rest * (g * g)
-        squares[i] = v / factor
-        theta[i] -= rates[row] * g / (np.sqrt(v) + eps)
-    return True
-
-
-def _step_on_device(
-    theta: torch.Tensor,
-    squares: torch.Tensor,
-    offsets: torch.Tensor | None,
-    values: torch.Tensor,
-    ends: Integers,
-    rates: Reals,
-    factor: float,
-    rest: float,
-    eps: float,
-) -> bool:
-    """:func:`step_at` by torch's operations."""
-    place = torch.arange(values.numel(), dtype=torch.int64, device=theta.device) if offsets is None else offsets
-    before = theta[place]
-    if not bool(((values.abs() <= float(_LARGEST_GRADIENT)) & (before.abs() <= float(_LARGEST_PARAMETER))).all()):
-        return False
-    rows = torch.bucketize(place, torch.from_numpy(ends).to(theta.device), right=True)
-    v = squares[place] * factor + values * values * rest
-    squares[place] = v / factor
-    root = v.double().sqrt().float()  # torch does not round an fp32 root correctly on every processor
-    theta[place] = before - torch.from_numpy(rates).to(theta.device)[rows] * values / (root + eps)
-    return True
+    def coefficients(self, updates: int) -> tuple[float, float, float]:
+        """Return ``α``, ``1 − α`` and 1."""
+        return self._alpha, 1 - self._alpha, 1.0

@@ -122,7 +122,9 @@ def rice() -> Iterator[Hostile]:
 
 
 def runs() -> Iterator[Hostile]:
-    def of(name: str, says: str, runs: int, starts: bytes, ends: bytes, *, size: int | None = None, **fields) -> Hostile:
+    def of(
+        name: str, says: str, runs: int, starts: bytes, ends: bytes, *, size: int | None = None, **fields
+    ) -> Hostile:
         header = struct.pack("<2I", runs, len(starts) if size is None else size)
         return lie("runs", name, says, header + starts + ends, **{"count": 4, "length": 100} | fields)
 

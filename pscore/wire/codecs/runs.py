@@ -40,7 +40,9 @@ def _read(data: bytes, count: int, length: int, base: int) -> Offsets:
     starts = RICE.read(data[_HEADER_BYTES : _HEADER_BYTES + size], runs, length, base)
     ends = RICE.read(data[_HEADER_BYTES + size :], runs, count, 0)
     if (int(ends[-1]) + 1 if runs else 0) != count:
-        raise Rejected(ErrorCode.BAD_CHUNK, f"runs of {int(ends[-1]) + 1 if runs else 0} entries, the chunk says {count}")
+        raise Rejected(
+            ErrorCode.BAD_CHUNK, f"runs of {int(ends[-1]) + 1 if runs else 0} entries, the chunk says {count}"
+        )
     offsets = np.empty(count, np.int64)
     if not loops.read_runs.on(count)(starts, ends, offsets):
         raise Rejected(ErrorCode.BAD_CHUNK, "runs overlap")

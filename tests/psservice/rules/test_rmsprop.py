@@ -12,7 +12,7 @@ from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.training_mode import TrainingMode
-from psservice.rules import rmsprop
+from psservice.rules import scaled_by_squares
 from psservice.rules.base import PushContext
 from tests.psservice.service_makers import F32, bits, cloned, layout_of
 
@@ -80,9 +80,13 @@ def test_the_loop_has_the_bits_of_torch_s_operations_on_a_device_and_of_python(s
     scalars = np.float32(0.3), np.float32(1 - alpha), np.float32(1e-8)
     offsets = None if push.offsets is None else push.offsets.numpy()
     third, thirds = left.clone(), squares.clone()
-    assert rmsprop.step_at(left.numpy(), squares.numpy(), offsets, push.values.numpy(), ends, rates, *scalars)
-    assert rmsprop.step_at.plain(third.numpy(), thirds.numpy(), offsets, push.values.numpy(), ends, rates, *scalars)
-    assert rmsprop._step_on_device(right, others, push.offsets, push.values, ends, rates, *map(float, scalars))
+    assert scaled_by_squares.step_at(left.numpy(), squares.numpy(), offsets, push.values.numpy(), ends, rates, *scalars)
+    assert scaled_by_squares.step_at.plain(
+        third.numpy(), thirds.numpy(), offsets, push.values.numpy(), ends, rates, *scalars
+    )
+    assert scaled_by_squares._step_on_device(
+        right, others, push.offsets, push.values, ends, rates, *map(float, scalars)
+    )
     assert bits(left) == bits(right) == bits(third)
     assert bits(squares) == bits(others) == bits(thirds)
 

@@ -1,0 +1,143 @@
+"""``nn.Embedding(sparse=True)`` and ``nn.EmbeddingBag`` through real servers: rows travel, and the model is the same."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import psclient
+from psclient.errors import ConfigurationError
+from tests.system.tools import QUICK, assert_same_parameters, same
+
+ROWS, COLUMNS, BATCH, WORDS = 3000, 16, 32, 3
+TOUCHED = 2 * BATCH * WORDS * COLUMNS + 3 * WORDS * COLUMNS + 3  # entries of a step: two tables', and the layer's
+
+
+class Tower(nn.Module):
+    """An embedding and a bag over the same words, and a linear layer."""
+
+    def __init__(self, sparse, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.table = nn.Embedding(ROWS, COLUMNS, sparse=sparse)
+        self.bag = nn.EmbeddingBag(500, COLUMNS, mode="sum", sparse=sparse)
+        self.out = nn.Linear(WORDS * COLUMNS, 3)
+
+    def forward(self, words):
+        found = self.table(words) + self.bag(words % 500)[:, None]
+        return self.out(found.flatten(1))
+
+
+def batch(seed):
+    generator = torch.Generator().manual_seed(seed)
+    words = (torch.rand(BATCH, WORDS, generator=generator) ** 3 * ROWS).long()  # some often, most hardly ever
+    return words, torch.randint(0, 3, (BATCH,), generator=generator)
+
+
+def train(model, optimizer, steps, first=0, *, dense=False):
+    """``dense``: hand the same gradients over as whole tables."""
+    for step in range(first, first + steps):
+        words, labels = batch(step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(words), labels).backward()
+        for parameter in model.parameters():
+            if dense and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce().to_dense()
+        optimizer.step()
+
+
+METHODS = {
+    "asgd": partial(psclient.ASGD, lr=0.5),
+    "rounds": partial(psclient.ASGD, lr=0.5, rounds=psclient.Rounds()),
+    "ssgd": partial(psclient.SSGD, lr=0.5, momentum=0.0),
+    "adagrad": partial(psclient.ServerAdagrad, lr=0.05, density=1.0),
+    "sgd on the server": partial(psclient.ServerOptimizer, optimizer="SGD", options={"lr": 0.5}),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_train_as_the_whole_table_does_bit_for_bit(method):
+    models = [Tower(sparse=True) for _ in range(2)]
+    for dense, model in zip((True, False), models, strict=True):
+        with (
+            psclient.LocalServer(shards=2) as server,
+            METHODS[method](model.parameters(), model=model, server=server, settings=QUICK) as optimizer,
+        ):
+            train(model, optimizer, 6, dense=dense)
+            optimizer.pull()
+            assert (optimizer.totals.push_entries <= 6 * TOUCHED) != dense
+    assert same(*models)
+
+
+def test_with_overlap_rows_leave_during_backward():
+    models = [Tower(sparse) for sparse in (False, True)]
+    for model in models:
+        with psclient.ASGD(model.parameters(), lr=0.5, overlap=True, model=model, settings=QUICK) as optimizer:
+            train(model, optimizer, 6)
+            optimizer.pull()
+    for dense, by_rows in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(by_rows, dense, rtol=1e-4, atol=1e-5)  # torch sums equal rows in another order
+
+
+def test_rmsprop_applies_the_decay_of_its_squares_when_a_row_is_touched_again():
+    models = [Tower(sparse) for sparse in (False, True)]
+    for model in models:
+        with psclient.ServerRMSprop(
+            model.parameters(), lr=0.01, alpha=0.6, density=1.0, model=model, settings=QUICK
+        ) as optimizer:
+            train(model, optimizer, 30)
+    for dense, by_rows in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(by_rows, dense, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [partial(psclient.DGS, momentum=0.7), partial(psclient.DGC, momentum=0.5), psclient.GradientDropping],
+    ids=["dgs", "dgc", "dropping"],
+)
+def test_sparse_methods_send_touched_rows_only_and_learn(method, server):
+    model = Tower(sparse=True)
+    before = nn.functional.cross_entropy(model(batch(0)[0]), batch(0)[1]).item()
+    optimizer = method(model.parameters(), lr=0.05, density=0.05, model=model, server=server, settings=QUICK)
+    untouched = torch.ones(ROWS, dtype=torch.bool)
+    for step in range(40):
+        untouched[batch(step % 3)[0]] = False
+        train(model, optimizer, 1, step % 3)
+        assert optimizer.report.push_entries <= TOUCHED
+    assert torch.equal(model.table.weight[untouched], Tower(sparse=True).table.weight[untouched])
+    assert nn.functional.cross_entropy(model(batch(0)[0]), batch(0)[1]).item() < 0.7 * before
+    assert_same_parameters(model, server.server)
+
+
+def test_the_bytes_of_a_step_are_those_of_its_rows_however_long_the_table():
+    counts = []
+    for rows in (2_000, 200_000):
+        torch.manual_seed(0)
+        model = nn.EmbeddingBag(rows, COLUMNS, mode="sum", sparse=True)
+        with psclient.ServerAdagrad(model.parameters(), density=1.0, model=model, settings=QUICK) as optimizer:
+            words = torch.randperm(2_000, generator=torch.Generator().manual_seed(1))[:512].reshape(64, 8)
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(words * (rows // 2_000)).sum().backward()
+                optimizer.step()
+            report = optimizer.report
+            assert report.push_entries == report.pull_entries == 512 * COLUMNS
+            counts.append((report.push_bytes, report.pull_bytes))
+    for few, many in zip(*counts, strict=True):
+        assert few <= many <= 1.02 * few  # some bits more say which rows
+
+
+def test_a_weight_decay_is_refused_before_anything_is_sent(server):
+    model = Tower(sparse=True)
+    groups = [{"params": [model.table.weight, model.bag.weight]}, {"params": model.out.parameters()}]
+    make = partial(psclient.ASGD, lr=0.1, weight_decay=0.1, model=model, server=server, settings=QUICK)
+    optimizer = make(groups)
+    with pytest.raises(ConfigurationError, match=r"'table.weight'.*weight_decay=0"):
+        train(model, optimizer, 1)
+    assert optimizer.version == 0
+    optimizer.close()
+    groups[0]["weight_decay"] = 0.0
+    optimizer = make(groups)
+    train(model, optimizer, 1)
+    assert optimizer.version == 1
