@@ -17,12 +17,12 @@ from benchmarks.harness import machine, report
 from benchmarks.harness.progress import Progress
 from benchmarks.harness.section import Plan, Section
 from benchmarks.peers import peers
-from benchmarks.sections import accuracy, codecs, feed, fleet, memory, readers, selection, server, wire
+from benchmarks.sections import accuracy, codecs, feed, fleet, memory, readers, selection, server, tables, wire
 from benchmarks.workload.layouts import resnet18, resnet50
 
 SECTIONS = {
     module.KEY: module
-    for module in (selection, codecs, wire, server, readers, feed, fleet, memory, peers, accuracy, pairs)
+    for module in (selection, codecs, wire, server, readers, feed, fleet, memory, tables, peers, accuracy, pairs)
 }
 
 BUDGETS = {
@@ -30,11 +30,12 @@ BUDGETS = {
     "bytes": (9, 60),
     "wire": (6, 20),
     "server": (8, 90),
-    "readers": (30, 150),
-    "feed": (12, 520),
-    "fleet": (18, 230),
+    "readers": (24, 150),
+    "feed": (12, 425),
+    "fleet": (16, 200),
     "memory": (10, 100),
-    "peers": (13, 120),
+    "tables": (8, 150),
+    "peers": (13, 100),
     "accuracy": (1, 315),
     "base": (240, 3600),
 }

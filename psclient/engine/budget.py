@@ -60,7 +60,7 @@ class BudgetSchedule:
             push, reply = fit(up, self._whole), fit(down, self._whole)
             self._density = push.density
             for shard in shards:
-                shard.use_forms(push.value, reply)
+                shard.use_forms(push, reply)
         return self._density
 
     def _wanted(self, shards: Sequence[ShardStream]) -> tuple[float, float]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -62,6 +62,8 @@ Result = TypeVar("Result")
 
 _CLOSING_SECONDS = 5.0  # an end must not wait for a server that is gone
 _LEAVING_SECONDS = 5.0  # for calls whose answers are of no consequence, and threads that end
+
+_LONG_RUN = 1 << 14  # elements of a dense run that is sent apart from the sparse entries beside it
 
 _SAMPLED_STEPS = 16
 """Between two looks for parameters that were written to without a trace; each reads some hundred KB twice."""
@@ -844,26 +846,52 @@ class Engine:
 
 
 def joined(span: Span, sent: Iterable[SparseSlice]) -> list[SparseSlice]:
-    """Return a group's entries as segments, ascending: the dense runs, and the sparse entries between two of these."""
+    """Return a group's entries, ascending: as one sparse segment, or as dense runs.
+
+    Dense runs beside sparse entries are written out as entries of these, but for long ones.
+    """
     found = [segment for segment in sent if segment.entries]
     if len({segment.values.device for segment in found}) > 1:  # a model spread over devices meets on the host
         found = [segment.cpu() for segment in found]
-    if len(found) == 1 and found[0].offsets is not None and found[0].span == span:
-        return found
     found.sort(key=lambda segment: segment.span.start)
     if any(before.span.end > after.span.start for before, after in pairwise(found)):
-        whole = merge(span, found)
-        return [] if whole is None else [_ascending(whole)]
+        return [_ascending(one) for one in _merged(span, found)]
+    found = _dense_runs(found)
+    if all(segment.offsets is None for segment in found):
+        return found
+    parts = [(is_long, list(part)) for is_long, part in groupby(found, _is_long_run)]
+    if len(parts) == 1:
+        return _merged(span, found)
+    return [
+        one
+        for is_long, part in parts
+        for one in (part if is_long else _merged(Span(part[0].span.start, part[-1].span.end), part))
+    ]
+
+
+def _is_long_run(segment: SparseSlice) -> bool:
+    return segment.offsets is None and segment.entries >= _LONG_RUN
+
+
+def _merged(span: Span, segments: Iterable[SparseSlice]) -> list[SparseSlice]:
+    one = merge(span, segments)
+    return [] if one is None else [one]
+
+
+def _dense_runs(segments: Sequence[SparseSlice]) -> list[SparseSlice]:
+    """Join dense neighbours; the others stay as they are."""
     runs: list[list[SparseSlice]] = []
-    for segment in found:
-        last = runs[-1][-1] if runs else None
-        is_dense = segment.offsets is None
-        if last is None or is_dense != (last.offsets is None) or (is_dense and last.span.end != segment.span.start):
-            runs.append([segment])
-        else:
+    for segment in segments:
+        before = runs[-1][-1] if runs else None
+        if before is not None and before.offsets is segment.offsets is None and before.span.end == segment.span.start:
             runs[-1].append(segment)
-    merged = [merge(Span(run[0].span.start, run[-1].span.end), run) for run in runs]
-    return [each for each in merged if each is not None]
+        else:
+            runs.append([segment])
+    return [
+        one
+        for run in runs
+        for one in (run if len(run) == 1 else _merged(Span(run[0].span.start, run[-1].span.end), run))
+    ]
 
 
 def _ascending(segment: SparseSlice) -> SparseSlice:

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,7 +20,7 @@ from psclient.settings import ClientSettings
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
-from pscore.wire.budget import FEWEST_BYTES, Fit, is_less_dense
+from pscore.wire.budget import FEWEST_BYTES, Fit, is_less_dense, roomiest
 from pscore.wire.codecs.names import INDEX_CODECS, VALUE_CODECS
 from pscore.wire.dense import (
     MessageSize,
@@ -205,6 +205,7 @@ class ShardStream:
         self._pull_parent = ""  # of the pull that is asked for, in a trace
         self.sent_model: tuple[int, int] | None = None
         self.pushes_all = False
+        self._push_form: Fit | None = None  # none: no budget, but the value type of the settings
         self._reply_form: Fit | None = None  # none: the server's settings
         codec = INDEX_CODECS.get(settings.index_codec)  # none: "auto"
         self._form = frames.WireForm(VALUE_CODECS[settings.value_type], codec)
@@ -264,19 +265,24 @@ class ShardStream:
 
     # Push
 
-    def use_forms(self, push_value: int, reply: Fit) -> None:
-        """Write pushes in a value codec, and ask for replies of a form, all with the fewest bytes."""
-        self._form, self._reply_form = replace(self._form, value=push_value), reply
+    def use_forms(self, push: Fit, reply: Fit) -> None:
+        """Write pushes in a form, or with more bits if there are few entries, and ask for replies of a form.
+
+        All take the fewest bytes.
+        """
+        self._push_form, self._reply_form = push, reply
 
     def encode(self, part: SparseSlice, group: int, chunk_bytes: int, *, exact: bool) -> EncodedPart:
         """Write a part of a push, as group number ``group`` of its plan; ``exact``: in fp32, whatever was asked for."""
-        value, rate = self._form.value, self.uplink.bytes_per_second
-        if self._reply_form is not None:
+        value, rate, budgeted = self._form.value, self.uplink.bytes_per_second, self._push_form
+        if budgeted is not None:
             rate = FEWEST_BYTES
         if exact:
             value = pb.VALUE_CODEC_FP32
-        elif self._reply_form is not None and value and is_less_dense(part, value):
-            part = part.everywhere()
+        elif budgeted is not None and is_less_dense(part, budgeted.value):
+            part, value = part.everywhere(), budgeted.value
+        elif budgeted is not None:
+            value = roomiest(part, budgeted)
         form = frames.WireForm(value, self._form.index, self.readable, rate)
         if value == pb.VALUE_CODEC_FP32:
             data = bytes_of(part.values.float())

@@ -48,6 +48,16 @@ def is_less_dense(entries: SparseSlice, codec: int) -> bool:
     return entries.offsets is not None and element_bits(entries.entries / entries.span.length, value) > bits_of(value)
 
 
+def roomiest(entries: SparseSlice, form: Fit) -> int:
+    """Return the value codec of the most bits in which entries take no more than a span's part of the budget.
+
+    They may be fewer than the budget carries: of the touched rows of an embedding, say.
+    """
+    budget, density = element_bits(form.density, VALUE_FORMATS[form.value]), entries.entries / entries.span.length
+    wider = (codec for codec in _DENSE if element_bits(density, VALUE_FORMATS[codec]) <= budget)
+    return next(wider, form.value)
+
+
 def density_of(bits: float, value: ValueFormat) -> float:
     """Return the density at which an element costs ``bits``: the inverse of :func:`element_bits`."""
     low, high = 0.0, 1 / (1 + 2.0 ** -bits_of(value))  # the cost rises up to there

@@ -36,8 +36,8 @@ class FakeShard:
             line.update(int(behind), behind / rate)
         return nbytes / rate
 
-    def use_forms(self, push_value, reply):
-        self.forms.append((push_value, reply))
+    def use_forms(self, push, reply):
+        self.forms.append((push.value, reply))
 
 
 @pytest.fixture

@@ -29,6 +29,13 @@ def test_one_sparse_tensor_makes_the_group_one_sparse_segment():
     assert piece.values.tolist() == [4, 5, 5, 6]
 
 
+def test_a_long_dense_run_stays_dense_beside_the_rows_of_a_table():
+    rows = SparseSlice(Span(10, 20), torch.tensor([1, 3]), torch.tensor([5.0, 6.0]))
+    before, run = joined(Span(0, 90_004), [dense(20, 90_000), rows, dense(0, 4), dense(90_000, 90_004)])
+    assert (before.span, before.offsets.tolist()) == (Span(0, 20), [0, 1, 2, 3, 11, 13])
+    assert (run.span, run.offsets) == (Span(20, 90_004), None)
+
+
 def test_a_group_that_sends_nothing_has_no_segment():
     assert joined(Span(0, 4), []) == []
 

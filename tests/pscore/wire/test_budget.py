@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
-from pscore.wire.budget import FEWEST_BYTES, bits_of, density_of, element_bits, fit, least_share
+from pscore.wire.budget import FEWEST_BYTES, bits_of, density_of, element_bits, fit, least_share, roomiest
 from pscore.wire.codecs.values import VALUE_FORMATS
 from pscore.wire.v1 import parameter_server_pb2 as pb
 
@@ -40,6 +40,17 @@ def test_a_larger_share_carries_no_fewer_entries_and_no_fewer_bits(one, other):
 def test_the_density_of_a_cost_is_its_inverse(codec, density):
     value = VALUE_FORMATS[codec]
     assert density_of(element_bits(density, value), value) == pytest.approx(density, rel=1e-6)
+
+
+@given(st.floats(1e-4, 0.9), st.integers(1, 5000))
+def test_few_entries_get_the_bits_that_the_budget_has_left(share, count):
+    """Never more than it carries, and the next codec would be too much."""
+    size, form = 5000, fit(share)
+    offsets = None if count == size else torch.arange(count)
+    codec = roomiest(SparseSlice(Span(0, size), offsets, torch.ones(count)), form)
+    most = element_bits(form.density, VALUE_FORMATS[form.value])
+    taken = [element_bits(count / size, VALUE_FORMATS[each]) <= most for each in CODECS]
+    assert codec == (CODECS[taken.index(True)] if any(taken) else form.value)
 
 
 @pytest.mark.parametrize("share", [0.003, 0.03, 0.1])

@@ -1,4 +1,4 @@
-"""``nn.Embedding(sparse=True)`` and ``nn.EmbeddingBag`` through real servers: rows travel, and the model is the same."""
+"""``nn.Embedding(sparse=True)`` and ``nn.EmbeddingBag`` through real servers: rows travel, the model is the same."""
 
 from functools import partial
 
@@ -110,19 +110,22 @@ def test_sparse_methods_send_touched_rows_only_and_learn(method, server):
     assert_same_parameters(model, server.server)
 
 
-def test_the_bytes_of_a_step_are_those_of_its_rows_however_long_the_table():
+@pytest.mark.parametrize("options", [{"density": 1.0}, {"budget": 0.03}], ids=["all", "budget"])
+def test_the_bytes_of_a_step_are_those_of_its_rows_however_long_the_table(options):
+    """A budget that carries more than the rows sends them as they are."""
     counts = []
-    for rows in (2_000, 200_000):
+    for rows in (100_000, 1_000_000):
         torch.manual_seed(0)
         model = nn.EmbeddingBag(rows, COLUMNS, mode="sum", sparse=True)
-        with psclient.ServerAdagrad(model.parameters(), density=1.0, model=model, settings=QUICK) as optimizer:
-            words = torch.randperm(2_000, generator=torch.Generator().manual_seed(1))[:512].reshape(64, 8)
+        with psclient.ServerAdagrad(model.parameters(), model=model, settings=QUICK, **options) as optimizer:
+            words = torch.randperm(100_000, generator=torch.Generator().manual_seed(1))[:512].reshape(64, 8)
             for _ in range(2):
                 optimizer.zero_grad()
-                model(words * (rows // 2_000)).sum().backward()
+                model(words * (rows // 100_000)).sum().backward()
                 optimizer.step()
             report = optimizer.report
             assert report.push_entries == report.pull_entries == 512 * COLUMNS
+            assert report.push_bytes >= 4 * report.push_entries
             counts.append((report.push_bytes, report.pull_bytes))
     for few, many in zip(*counts, strict=True):
         assert few <= many <= 1.02 * few  # some bits more say which rows
