@@ -96,6 +96,13 @@ def examples(data: Path, quick: bool) -> list[Example]:
     return [
         Example("quickstart", ("quickstart.py", "--out", str(data / "quickstart"), *(["--quick"] if quick else []))),
         Example("rollouts", ("rollouts.py", "--out", str(data / "rollouts"), *(["--quick"] if quick else []))),
+        Example(
+            "recommender",
+            (
+                *("recommender.py", "--out", str(data / "recommender")),
+                *(["--quick", "--least", "0.6"] if quick else ["--least", "0.7"]),
+            ),
+        ),
         Example("server_rmsprop", ("server_rmsprop.py", "--epochs", "2" if quick else "6")),
         Example(
             "cifar10",
