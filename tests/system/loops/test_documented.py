@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[3]
 ELSEWHERE = {
     ("nodes.md", "A complete script"): "tests/system/elastic/test_node.py",
     ("training.md", "Several models"): "tests/system/loops/test_other_loops.py",
+    ("embeddings.md", "Embeddings"): "tests/system/training/test_sparse_embeddings.py",
     ("following.md", "A module"): "tests/system/following/test_followers.py",
     ("following.md", "A directory"): "tests/system/following/test_followers.py",
     ("publishing.md", "Publishing a model that is trained elsewhere"): "tests/system/publishing/test_publishers.py",

@@ -1,4 +1,7 @@
-"""``nn.Embedding(sparse=True)`` and ``nn.EmbeddingBag`` through real servers: rows travel, the model is the same."""
+"""``nn.Embedding(sparse=True)`` and ``nn.EmbeddingBag`` through real servers: rows travel, the model is the same.
+
+The recipe of docs/guide/embeddings.md is run here.
+"""
 
 from functools import partial
 
@@ -108,6 +111,22 @@ def test_sparse_methods_send_touched_rows_only_and_learn(method, server):
     assert torch.equal(model.table.weight[untouched], Tower(sparse=True).table.weight[untouched])
     assert nn.functional.cross_entropy(model(batch(0)[0]), batch(0)[1]).item() < 0.7 * before
     assert_same_parameters(model, server.server)
+
+
+def test_the_recipe_of_the_page_trains(server):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.EmbeddingBag(100_000, 16, mode="sum", sparse=True), nn.Linear(16, 1))
+    optimizer = psclient.ServerAdagrad(model.parameters(), lr=0.02, model=model, server=server, settings=QUICK)
+    words = torch.randint(0, 100_000, (64, 8), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(words).squeeze(1), torch.ones(64))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    assert optimizer.report.push_entries <= 64 * 8 * 16 + 17
 
 
 @pytest.mark.parametrize("options", [{"density": 1.0}, {"budget": 0.03}], ids=["all", "budget"])
