@@ -13,12 +13,13 @@ from typing import TypeVar
 
 import torch
 
-from psclient.compress.gradients import Gradients, PushedGradients, Scale, finite, refuse_unsound, require_trainable
+from psclient.compress.gradients import Gradients, PushedGradients, Scale, refuse_unsound, require_trainable
 from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.host_table import Choice, Sent
 from psclient.compress.method import Method, State
-from psclient.compress.selector import Grouping, Selector
+from psclient.compress.selector import Grouping
 from psclient.engine import sigterm
+from psclient.engine.home import Homes, OneProcess
 from psclient.engine.lifecycle import Lifecycle
 from psclient.engine.mgs import LayerDensity, MergedGradients
 from psclient.engine.overlap import Overlap
@@ -39,7 +40,6 @@ from psclient.errors import (
 )
 from psclient.executor import current_streams, devices_of, entered
 from psclient.model.module import TrainedModel
-from psclient.model.replica import Replica
 from psclient.report import StepReport, Totals
 from psclient.rpc.buffers import BufferExchange
 from psclient.rpc.channel import suppress_errors
@@ -90,7 +90,8 @@ class Engine:
 
     ``states`` has each parameter's memories, as the method has them; ``agreed`` are the settings in which all workers
     of the run must agree; ``schedule`` is ``None`` if the param groups have the density; ``rates`` returns the rates of
-    the next push; ``synchronous``: updates are gathered in rounds, or go to a model of the worker's own.
+    the next push; ``synchronous``: updates are gathered in rounds, or go to a model of the worker's own; ``homes`` makes the
+    place where the tensors are.
 
     Attributes:
         number: of the step that was begun last.
@@ -118,17 +119,18 @@ class Engine:
         gradients: GradientSource,
         *,
         synchronous: bool,
+        homes: Homes = OneProcess,
     ) -> None:
         self.life, layout = life, model.layout
-        self.replica = Replica(layout, model.parameters)
+        self.grouping = Grouping(layout, settings.bucket_bytes)
+        choice = Choice(SELECTORS[settings.selector], layout.whole_below(settings.dense_below))
+        self._home = homes(method, model, states, groups, choice, self.grouping)
+        self.replica, self.selector = self._home.replica, self._home.selector
         run = Run(life.shards, life.name, self.replica, model.buffers, method.name, agreed, settings, life.make_way)
         self.run, self._shards = run, run.shards
-        self.grouping = Grouping(layout, settings.bucket_bytes)
         self.merged: MergedGradients | None = None
         if (merges := settings.merge == "mgs") or layer_density is not None:
             self.merged = MergedGradients(layout, self.grouping, layer_density, merges=merges)
-        choice = Choice(SELECTORS[settings.selector], layout.whole_below(settings.dense_below))
-        self.selector = Selector(method, model, states, groups, choice, self.grouping)
         self.report, self.totals = StepReport(0), Totals()
         self.number = self.acknowledged_step = self.refused = 0
         self.loss: float | None = None  # to be told with the next push
@@ -481,9 +483,9 @@ class Engine:
             )
         # If launches select from all tensors, the first group's tells whether the gradients are finite.
         tells = self.selector.on_one_device and not found.keys().isdisjoint(self.grouping.groups[0])
-        gradients = finite(self._model, found, waits=not tells)
+        gradients = self._home.finite(found, waits=not tells)
         self._await_unacked()  # the answer has the number of live workers
-        factor = 1.0 if scale is None else scale(list(gradients.values()), self.run.live_workers)
+        factor = 1.0 if scale is None else scale(self._home.with_norms_of(gradients), self.run.live_workers)
         if gradients.unsound is None:
             factor = float(factor)
         early, first = StepReport(0), None
