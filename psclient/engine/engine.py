@@ -19,7 +19,7 @@ from psclient.compress.host_table import Choice, Sent
 from psclient.compress.method import Method, State
 from psclient.compress.selector import Grouping
 from psclient.engine import sigterm
-from psclient.engine.home import Homes, OneProcess
+from psclient.engine.home import OneProcess, Ranks
 from psclient.engine.lifecycle import Lifecycle
 from psclient.engine.mgs import LayerDensity, MergedGradients
 from psclient.engine.overlap import Overlap
@@ -90,8 +90,8 @@ class Engine:
 
     ``states`` has each parameter's memories, as the method has them; ``agreed`` are the settings in which all workers
     of the run must agree; ``schedule`` is ``None`` if the param groups have the density; ``rates`` returns the rates of
-    the next push; ``synchronous``: updates are gathered in rounds, or go to a model of the worker's own; ``homes`` makes the
-    place where the tensors are.
+    the next push; ``synchronous``: updates are gathered in rounds, or go to a model of the worker's own; ``ranks``
+    have the model, if this process has not.
 
     Attributes:
         number: of the step that was begun last.
@@ -119,12 +119,13 @@ class Engine:
         gradients: GradientSource,
         *,
         synchronous: bool,
-        homes: Homes = OneProcess,
+        ranks: Ranks | None = None,
     ) -> None:
         self.life, layout = life, model.layout
         self.grouping = Grouping(layout, settings.bucket_bytes)
         choice = Choice(SELECTORS[settings.selector], layout.whole_below(settings.dense_below))
-        self._home = homes(method, model, states, groups, choice, self.grouping)
+        make_home = OneProcess if ranks is None else ranks.home
+        self._home = make_home(method, model, states, groups, choice, self.grouping)
         self.replica, self.selector = self._home.replica, self._home.selector
         run = Run(life.shards, life.name, self.replica, model.buffers, method.name, agreed, settings, life.make_way)
         self.run, self._shards = run, run.shards
@@ -376,7 +377,7 @@ class Engine:
         digest = replica.digest()
         changed = digest != self._first_digest
         if self._first_digest is not None:
-            self._model.check_frozen()
+            self._home.check_frozen()
         if changed and self._first_digest is None and not drops:
             self._model.refuse_averages(replica.written())
         if changed:

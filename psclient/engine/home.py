@@ -95,14 +95,24 @@ class Home(Protocol):
     def finite(self, found: Mapping[int, torch.Tensor], *, waits: bool) -> Gradients:
         """Return a step's gradients; raises :class:`NonFiniteGradientError`, as :func:`finite` does."""
 
+    def check_frozen(self) -> None:
+        """Raise :class:`ModelChangedError` if a frozen parameter has other values than at first."""
+
     def with_norms_of(self, gradients: Gradients) -> Sequence[torch.Tensor]:
         """Return tensors whose norms, together, are that of all gradients of the step."""
 
 
-class Homes(Protocol):
-    """Makes the home of an engine."""
+class Ranks(Protocol):
+    """The ranks of a group that are one worker, as the optimizer on the first one needs them."""
 
-    def __call__(
+    @property
+    def model(self) -> TrainedModel:
+        """The whole model."""
+
+    def gradients(self, groups: ParamGroups, positions: range) -> dict[int, torch.Tensor]:
+        """Return what is here of the gradients of trained parameters at these positions, by position."""
+
+    def home(
         self,
         method: Method,
         model: TrainedModel,
@@ -111,11 +121,11 @@ class Homes(Protocol):
         choice: Choice,
         grouping: Grouping,
     ) -> Home:
-        """Make it; the arguments are those of :class:`~psclient.compress.selector.Selector`."""
+        """Make the home of the engine; the arguments are those of :class:`OneProcess`."""
 
 
 class OneProcess:
-    """All tensors are in this process."""
+    """All tensors are in this process; the arguments are those of :class:`~psclient.compress.selector.Selector`."""
 
     def __init__(
         self,
@@ -133,6 +143,10 @@ class OneProcess:
     def finite(self, found: Mapping[int, torch.Tensor], *, waits: bool) -> Gradients:
         """See :class:`Home`."""
         return finite(self._model, found, waits=waits)
+
+    def check_frozen(self) -> None:
+        """See :class:`Home`."""
+        self._model.check_frozen()
 
     def with_norms_of(self, gradients: Gradients) -> Sequence[torch.Tensor]:
         """See :class:`Home`: the gradients themselves."""
