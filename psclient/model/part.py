@@ -82,27 +82,24 @@ class Part:
                 )
 
     def gradients(self, positions: Iterable[int]) -> dict[int, torch.Tensor]:
-        """Return this rank's blocks of the gradients at these positions, by position, without a copy.
+        """Return this rank's blocks of the gradients at these positions, by position, without a copy."""
+        found = ((position, self.whole.parameters[position].grad) for position in positions)
+        return {position: local_of(gradient) for position, gradient in found if gradient is not None}
 
-        :class:`ConfigurationError` if one lies otherwise than its parameter, as ``Partial``.
-        """
-        found = {}
+    def check_gradients(self, positions: Iterable[int]) -> None:
+        """Raise :class:`ConfigurationError` if a gradient lies otherwise than its parameter, as ``Partial``."""
         for position in positions:
             parameter = self.whole.parameters[position]
             gradient = parameter.grad
-            if gradient is None:
+            if gradient is None or not isinstance(parameter, DTensor):
                 continue
-            if isinstance(parameter, DTensor) and (
-                not isinstance(gradient, DTensor) or gradient.placements != parameter.placements
-            ):
+            if not isinstance(gradient, DTensor) or gradient.placements != parameter.placements:
                 there = gradient.placements if isinstance(gradient, DTensor) else "no placements"
                 raise ConfigurationError(
                     f"the gradient of {self.whole.layout.parameters[position].name!r} has {there}, and the parameter "
                     f"{parameter.placements}: before step() set parameter.grad = parameter.grad.redistribute("
                     "placements=parameter.placements), on all ranks"
                 )
-            found[position] = local_of(gradient)
-        return found
 
     # Between the layouts
 

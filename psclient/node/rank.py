@@ -97,6 +97,7 @@ class Rank:
             ConfigurationError: one does not lie as its parameter does.
         """
         trained = self._groups.trained(self.part.own.parameters)
+        self.part.check_gradients(trained)
         self._gradients = finite(self.part.own, self.part.gradients(trained))
 
     def norms(self) -> torch.Tensor:
