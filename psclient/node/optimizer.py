@@ -151,6 +151,7 @@ class NodeOptimizer(Optimizer):
             raise
         self._joined = True
         self._share()
+        self._regroup()
 
     def _described(
         self, module: torch.nn.Module | None, method: Callable[..., Any], *, upload_frozen: bool
@@ -305,10 +306,9 @@ class NodeOptimizer(Optimizer):
             super().add_param_group(param_group)
             if self._joined:
                 check_added(self.param_groups, self._model)
-        if self._joined and self._ranks is not None:
+        if self._joined:
             self._open_states()
-            self._ranks.rank.take_groups(self.param_groups)
-            self._ranks.rank.take_states(self.state)
+            self._regroup()
 
     # State: each process by itself, since a script saves on one and loads on all
 
@@ -383,8 +383,7 @@ class NodeOptimizer(Optimizer):
         self._open_states()
         if self._own is not None:
             self._own._take_over(self.state, self.param_groups, mark.step)
-        ranks.rank.take_groups(self.param_groups)
-        ranks.rank.take_states(self.state)
+        self._regroup()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise CopyRefusedError(type(self).__name__)
@@ -529,6 +528,12 @@ class NodeOptimizer(Optimizer):
         self.defaults = self._status.defaults
         for group in self.param_groups:
             group.update(self.defaults | group)
+
+    def _regroup(self) -> None:
+        """Have this rank's selection use the param groups and states that are there now, if the model is in parts."""
+        if self._ranks is not None:
+            self._ranks.rank.take_groups(self.param_groups)
+            self._ranks.rank.take_states(self.state)
 
     def _open_states(self) -> None:
         """Have a state, though an empty one: ``torch.distributed.checkpoint`` steps an optimizer that has none.

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import psclient
 from psclient.errors import SparsepsError
 from psclient.model.blocks import block_of
+from psclient.model.requirements import local_of
 from tests.system import rank_processes
 from tests.system.tools import QUICK, make_data, make_model
 
@@ -193,7 +194,7 @@ def meets_errors(rank: int, *servers: str) -> Any:
         optimizer.pull()
         found["whole"] = whole(model)
         if rank == 1:
-            model.d.to_local().zero_()
+            local_of(model.d).zero_()
         give(model, 2)
         found["loaded"] = caught(lambda: optimizer.step(samples=1))
         optimizer.pull()
@@ -210,7 +211,8 @@ def begins_with_a_file(rank: int, *servers: str) -> Any:
         for name, parameter in model.named_parameters():
             block, local = block_of(name, parameter)
             flat = wanted[name].detach().reshape(-1).numpy()
-            local.copy_(torch.from_numpy(block.of(flat, 1)).view(local.shape))
+            with torch.no_grad():
+                local_of(parameter).copy_(torch.from_numpy(block.of(flat, 1)).view(local.shape))
         optimizer.pull()
         return {"whole": whole(model)}
 
@@ -303,7 +305,7 @@ def frozen(rank: int, *servers: str) -> Any:
     found = follows_given_gradients_of(model, model.adapter, servers[4])
     with node(psclient.ASGD, model, servers[4], lr=0.1) as optimizer:
         if rank == 3:
-            model.base.to_local().zero_()
+            local_of(model.base).zero_()
         found["changed"] = caught(lambda: optimizer.step(samples=1))
     return found
 
