@@ -96,6 +96,7 @@ def examples(data: Path, quick: bool) -> list[Example]:
     return [
         Example("quickstart", ("quickstart.py", "--out", str(data / "quickstart"), *(["--quick"] if quick else []))),
         Example("rollouts", ("rollouts.py", "--out", str(data / "rollouts"), *(["--quick"] if quick else []))),
+        Example("fsdp", ("fsdp.py", *(["--quick"] if quick else []))),
         Example("server_rmsprop", ("server_rmsprop.py", "--epochs", "2" if quick else "6")),
         Example(
             "cifar10",

@@ -79,8 +79,12 @@ class NodeOptimizer(Optimizer):
     >>> ddp = DistributedDataParallel(model, process_group=psclient.node_group())
     >>> optimizer = psclient.NodeOptimizer(psclient.DGS, model.parameters(), lr=0.1, model=ddp, server="host:50051")
 
+    If parameters are DTensors (``fully_shard``, tensor parallelism), the processes have the model in parts: each selects
+    from its own blocks, and all that have blocks must be in the group.
+
     Args:
-        method: a training method, as ``psclient.DGS``; only the leader makes one.
+        method: a training method, as ``psclient.DGS``; only the leader makes one. For a model in parts a class, or a
+            ``functools.partial`` of one.
         params: parameters, param groups, or a model and then also ``model``; the same on every process.
         model: the module, or the ``DistributedDataParallel`` around it, whose process group is then the node's.
         group: the processes of this node; the default group if neither this nor a DDP says otherwise.

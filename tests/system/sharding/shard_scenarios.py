@@ -1,4 +1,7 @@
-"""What the ranks of sharded workers do in tests; :mod:`tests.system.rank_processes` starts them."""
+"""What the ranks of sharded workers do in tests; :mod:`tests.system.rank_processes` starts them.
+
+They do what docs/guide/fsdp.md shows.
+"""
 
 import os
 import signal
