@@ -79,8 +79,8 @@ class NodeOptimizer(Optimizer):
     >>> ddp = DistributedDataParallel(model, process_group=psclient.node_group())
     >>> optimizer = psclient.NodeOptimizer(psclient.DGS, model.parameters(), lr=0.1, model=ddp, server="host:50051")
 
-    If parameters are DTensors (``fully_shard``, tensor parallelism), the processes have the model in parts: each selects
-    from its own blocks, and all that have blocks must be in the group.
+    If parameters are DTensors (``fully_shard``, tensor parallelism), the processes have the model in parts. Each
+    selects from its own blocks, and all that have blocks must be in the group.
 
     Args:
         method: a training method, as ``psclient.DGS``; only the leader makes one. For a model in parts a class, or a
