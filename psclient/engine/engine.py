@@ -127,6 +127,8 @@ class Engine:
         make_home = OneProcess if ranks is None else ranks.home
         self._home = make_home(method, model, states, groups, choice, self.grouping)
         self.replica, self.selector = self._home.replica, self._home.selector
+        for shard in life.shards:
+            shard.spill = self._home.spill
         run = Run(life.shards, life.name, self.replica, model.buffers, method.name, agreed, settings, life.make_way)
         self.run, self._shards = run, run.shards
         self.merged: MergedGradients | None = None
@@ -792,7 +794,10 @@ class Engine:
                 shard.ask(self.run.identity, self.number, self.run.settings.deadline_seconds)
 
     def fetch(self) -> Replies:
-        """Fetch the changes that the replica lacks from every shard; change nothing yet."""
+        """Fetch the changes that the replica lacks from every shard; change nothing yet.
+
+        If the tensors are with several ranks, a reply of everything is written as it comes, one shard after another.
+        """
         done: Replies = {}
         for _ in self.run.joining_again("pulls"):
             waiting = [
@@ -800,7 +805,10 @@ class Engine:
                 for shard in self._shards
                 if shard.index not in done or done[shard.index].generation != shard.generation
             ]
-            answers = self.run.each(waiting, lambda shard: shard.pull(self.run.identity, self.run.policy()))
+            answers: list[PulledReply | Rejected] = []
+            spills = any(shard.spill is not None and not shard.has_base for shard in waiting)
+            for part in [[shard] for shard in waiting] if spills else [waiting]:
+                answers += self.run.each(part, lambda shard: shard.pull(self.run.identity, self.run.policy()))
             for shard, answer in zip(waiting, answers, strict=True):
                 if isinstance(answer, PulledReply):
                     done[shard.index] = answer
@@ -839,7 +847,7 @@ class Engine:
         report.reply_mode = "topk" if first.mode == pb.REPLY_MODE_TOPK else "exact"
         report.changed_density = first.changed_density
         report.pull_bytes = sum(reply.bytes for reply in replies.values())
-        report.pull_entries = sum(entries(reply.segments) for reply in replies.values())
+        report.pull_entries = sum(reply.spilled + entries(reply.segments) for reply in replies.values())
         if self._awaited_commit_at:  # a push has been answered
             report.round_trip_seconds = max(reply.arrived for reply in replies.values()) - self._awaited_commit_at
 

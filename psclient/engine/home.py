@@ -1,6 +1,6 @@
 """Where a worker's values, gradients and residuals are: in this process, or with the ranks of a group."""
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Protocol
 
 import torch
@@ -92,6 +92,10 @@ class Home(Protocol):
     def selector(self) -> Selection:
         """The selection, with the residuals."""
 
+    @property
+    def spill(self) -> Callable[[Sequence[SparseSlice]], None] | None:
+        """What writes a reply of everything in parts, as it comes; ``None``: it is written when it is whole."""
+
     def finite(self, found: Mapping[int, torch.Tensor], *, waits: bool) -> Gradients:
         """Return a step's gradients; raises :class:`NonFiniteGradientError`, as :func:`finite` does."""
 
@@ -126,6 +130,8 @@ class Ranks(Protocol):
 
 class OneProcess:
     """All tensors are in this process; the arguments are those of :class:`~psclient.compress.selector.Selector`."""
+
+    spill = None
 
     def __init__(
         self,

@@ -131,6 +131,10 @@ class Sharded:
         self.selector = ShardedSelection(self, groups, self._rank.selector.memories)
         return self
 
+    def spill(self, segments: Sequence[SparseSlice]) -> None:
+        """Write the beginning of a reply of everything, which the leader then need not hold."""
+        self.replica.write(segments)
+
     def _described(self, rank: int) -> list[Block]:
         return read_blocks(self._comm.receive(rank).tobytes())
 

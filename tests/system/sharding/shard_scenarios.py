@@ -5,7 +5,7 @@ They do what docs/guide/fsdp.md shows.
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,8 @@ import psclient
 from psclient.errors import SparsepsError
 from psclient.model.blocks import block_of
 from psclient.model.requirements import local_of
+from psclient.node.sharded import ShardedValues
+from pscore.model.sparse_slice import SparseSlice, entries
 from tests.system import rank_processes
 from tests.system.tools import QUICK, make_data, make_model
 
@@ -242,6 +244,31 @@ def saves(rank: int, *servers: str) -> Any:
         found["loaded"] = [plain(state["residual"]) for state in optimizer.state_dict()["state"].values()]
         found["alone"] = caught(lambda: optimizer.load_state_dict(broken(optimizer.state_dict(), rank)))
     return found
+
+
+def large(rank: int, *servers: str) -> Any:
+    """A model of 12 MB comes whole, and is passed on in parts."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(1500, 2000), mesh=init_device_mesh("cpu", (2,)))
+    sizes: list[int] = []
+    before = ShardedValues.write
+
+    def write(self: ShardedValues, segments: Sequence[SparseSlice]) -> None:
+        sizes.append(entries(segments))
+        before(self, segments)
+
+    ShardedValues.write = write
+    with node(psclient.ASGD, model, servers[11], lr=0.1) as optimizer:
+        optimizer.pull()
+        sizes.clear()
+        if rank == 0:
+            for shard in optimizer._leader._run.shards:
+                shard.forget_base()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                local_of(parameter).data.zero_()  # without a trace
+        optimizer.pull()
+        return {"whole": whole(model), "sizes": sizes, "entries": optimizer.report.pull_entries}
 
 
 def broken(state: dict[str, Any], rank: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from tests.system.sharding.shard_scenarios import (
 )
 from tests.system.tools import QUICK, wait_until
 
-TWO = ("asgd", "adamw", "dgs", "dgc", "dropping", "rmsprop", "meets_errors", "begins_with_a_file", "saves")
+TWO = ("asgd", "adamw", "dgs", "dgc", "dropping", "rmsprop", "meets_errors", "begins_with_a_file", "saves", "large")
 FOUR = ("resumes", "hybrid", "tensor_parallel", "two_dimensions", "frozen")
 LEFT = ("follower_dies", "leader_dies", "follower_dies_in_a_step")
 
@@ -37,7 +37,7 @@ def runs(tmp_path_factory):
             made = [stack.enter_context(LocalServer(down_mode="exact", lease_seconds=60)) for _ in range(count)]
             return [server.server for server in made]
 
-        two, four, left = servers(11), servers(5), servers(3)
+        two, four, left = servers(12), servers(5), servers(3)
         four[0] = two[10]  # where the others go on
         checkpoint = str(tmp_path_factory.mktemp("checkpoint") / "saved")
         found = launch_all(TWO, 2, tmp_path_factory.mktemp("two"), *two, checkpoint)
@@ -162,6 +162,17 @@ def test_the_state_goes_to_another_optimizer_and_to_another_number_of_ranks(runs
     for found in runs[0]["resumes"]:
         assert_equal(found["loaded"], saved[0]["residuals"])
         assert_equal(found["whole"], runs[0]["resumes"][0]["whole"])
+
+
+def test_a_whole_model_is_passed_on_in_parts(runs):
+    torch.manual_seed(0)
+    expected = nn.Linear(1500, 2000)
+    leader, follower = runs[0]["large"]
+    assert sum(leader["sizes"]) == sum(parameter.numel() for parameter in expected.parameters())
+    assert max(leader["sizes"]) <= 1 << 20
+    assert not follower["sizes"]
+    for found in (leader, follower):
+        assert_equal(found["whole"], [parameter.detach() for parameter in expected.parameters()])
 
 
 def test_a_frozen_base_in_parts_has_the_digest_of_the_whole(runs):
