@@ -246,6 +246,28 @@ def saves(rank: int, *servers: str) -> Any:
     return found
 
 
+def rounded(rank: int, *servers: str) -> Any:
+    """Values in 8 bits, whose rounding errors come back to the ranks that have the blocks."""
+    model = sharded_shapes()
+    settings = QUICK.model_copy(update={"value_type": "int8"})
+    with node(psclient.GradientDropping, model, servers[12], lr=0.1, density=0.3, settings=settings) as optimizer:
+        steps_of(model, optimizer, range(STEPS))
+        optimizer.flush()
+        optimizer.pull()
+        return {"whole": whole(model)}
+
+
+def images(rank: int, *servers: str) -> Any:
+    """Half precision, and a server that answers with the largest differences."""
+    model = sharded_shapes(dtype=torch.bfloat16)
+    kind, options = SPARSE["dgs"]
+    with node(kind, model, servers[13], **options) as optimizer:
+        steps_of(model, optimizer, range(STEPS))
+        found = {"mode": optimizer.report.reply_mode, "before": whole(model)}
+        optimizer.pull()
+        return found | {"whole": whole(model)}
+
+
 def large(rank: int, *servers: str) -> Any:
     """A model of 12 MB comes whole, and is passed on in parts."""
     torch.manual_seed(0)

@@ -23,7 +23,20 @@ from tests.system.sharding.shard_scenarios import (
 )
 from tests.system.tools import QUICK, wait_until
 
-TWO = ("asgd", "adamw", "dgs", "dgc", "dropping", "rmsprop", "meets_errors", "begins_with_a_file", "saves", "large")
+TWO = (
+    "asgd",
+    "adamw",
+    "dgs",
+    "dgc",
+    "dropping",
+    "rmsprop",
+    "meets_errors",
+    "begins_with_a_file",
+    "saves",
+    "large",
+    "rounded",
+    "images",
+)
 FOUR = ("resumes", "hybrid", "tensor_parallel", "two_dimensions", "frozen")
 LEFT = ("follower_dies", "leader_dies", "follower_dies_in_a_step")
 
@@ -33,11 +46,11 @@ def runs(tmp_path_factory):
     """Run all scenarios; their servers live as long as the tests."""
     with ExitStack() as stack:
 
-        def servers(count):
-            made = [stack.enter_context(LocalServer(down_mode="exact", lease_seconds=60)) for _ in range(count)]
+        def servers(count, mode="exact"):
+            made = [stack.enter_context(LocalServer(down_mode=mode, lease_seconds=60)) for _ in range(count)]
             return [server.server for server in made]
 
-        two, four, left = servers(12), servers(5), servers(3)
+        two, four, left = servers(13) + servers(1, "topk"), servers(5), servers(3)
         four[0] = two[10]  # where the others go on
         checkpoint = str(tmp_path_factory.mktemp("checkpoint") / "saved")
         found = launch_all(TWO, 2, tmp_path_factory.mktemp("two"), *two, checkpoint)
@@ -162,6 +175,25 @@ def test_the_state_goes_to_another_optimizer_and_to_another_number_of_ranks(runs
     for found in runs[0]["resumes"]:
         assert_equal(found["loaded"], saved[0]["residuals"])
         assert_equal(found["whole"], runs[0]["resumes"][0]["whole"])
+
+
+def test_rounding_errors_come_back_to_their_blocks(runs):
+    expected = [parameter.detach() for parameter in Shapes().parameters()]
+    for step in range(STEPS):
+        expected = [each - 0.1 * gradient(step, number, each.shape) for number, each in enumerate(expected)]
+    for found in runs[0]["rounded"]:
+        for ours, wanted in zip(found["whole"], expected, strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_half_precision_follows_the_largest_differences(runs):
+    saved = psclient.download(runs[1]["two"][13])
+    leader, follower = runs[0]["images"]
+    assert leader["mode"] == follower["mode"] == "topk"
+    assert_equal(leader["before"] + leader["whole"], follower["before"] + follower["whole"])
+    assert_equal(leader["whole"], [each.bfloat16() for each in saved.values()])
+    for ours, theirs in zip(leader["before"], saved.values(), strict=True):
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=0.1, atol=0.5)
 
 
 def test_a_whole_model_is_passed_on_in_parts(runs):
