@@ -19,6 +19,7 @@ from psclient import errors
 from psclient.errors import NodeBrokenError, RankLostError, SparsepsError
 
 _LARGEST = 1 << 28  # bytes of one message of gloo
+_PIECE = 64 << 20  # bytes that all ranks get at a time
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,14 @@ class Messages:
             self._messages.broadcast(buffer, 0).wait()
         return buffer.numpy().tobytes()
 
+    def broadcast_tensors_of(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Write the first rank's bytes over those of all; all have contiguous tensors of these sizes on the host."""
+        with self._guarded("pass entries on"):
+            for tensor in tensors:
+                octets = tensor.view(-1).view(torch.uint8)
+                for start in range(0, octets.numel(), _PIECE):
+                    self._messages.broadcast(octets[start : start + _PIECE], 0).wait()
+
     def send(self, rank: int, data: bytes | NDArray[Any]) -> None:
         """Send bytes, or an array's, to one process."""
         octets = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data.reshape(-1).view(np.uint8)
@@ -110,6 +119,11 @@ class Messages:
         """End the connections; processes that wait for this one then get an error at once."""
         self._closed = True
         self._messages = None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the connections have ended."""
+        return self._closed
 
     def _broken(self, why: str) -> SparsepsError:
         """Return the error of a group that cannot go on."""

@@ -103,6 +103,7 @@ def examples(data: Path, quick: bool) -> list[Example]:
                 *(["--quick", "--least", "0.6"] if quick else ["--least", "0.7"]),
             ),
         ),
+        Example("fsdp", ("fsdp.py", *(["--quick"] if quick else []))),
         Example("server_rmsprop", ("server_rmsprop.py", "--epochs", "2" if quick else "6")),
         Example(
             "cifar10",

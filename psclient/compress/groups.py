@@ -126,6 +126,12 @@ class ParamGroups:
             check_hyperparameters(group, number)
         self._values = tuple({**group, "lr": float(group.get("lr", 1.0))} for group in self.all)
 
+    def assume(self, values: Sequence[Mapping[str, float]]) -> None:
+        """Have these hyper-parameters, a mapping a group, which another rank has read for the push of both."""
+        for group, told in zip(self.all, values, strict=True):
+            group.update(told)
+        self._values = tuple(dict(group) for group in self.all)
+
     def values(self, number: int) -> Group:
         """Return a group's hyper-parameters as :meth:`read` found them."""
         return self._values[number]

@@ -288,22 +288,18 @@ class Selector:
                 unit = self._method.recurrence(self._groups.values(number)).unit
                 memory.sub_(residual.reshape(memory.shape).to(memory.device), alpha=unit)
 
-    def restore(self, slices: Iterable[SparseSlice]) -> None:
+    def restore(self, slices: Iterable[SparseSlice], *, at_once: bool = True) -> None:
         """Add entries that did not arrive to the residuals again, each times its tensor's share.
 
-        The next push looks at them, also if they are of rows that no gradient names then.
+        ``at_once``: the next push looks at them, also if they are of rows that no gradient names then. Errors of
+        quantisation wait until one does.
         """
         for each in slices:
             piece = each.cpu()
             self._restore(piece)
-            for position, part in self._by_tensor([piece]) if self._by_rows else ():
+            for position, part in self._by_tensor([piece]) if at_once and self._by_rows else ():
                 if position in self._by_rows:
                     self._owe(position, part)
-
-    def restore_errors(self, slices: Iterable[SparseSlice]) -> None:
-        """Add errors of quantisation to the residuals again; those of a row wait until a gradient names it."""
-        for each in slices:
-            self._restore(each.cpu())
 
     def _owe(self, position: int, lost: SparseSlice) -> None:
         shape, start = self._model.layout.parameters[position].shape, self._model.layout.offsets[position]

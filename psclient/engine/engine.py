@@ -15,12 +15,13 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from psclient.compress.gradients import Gradients, PushedGradients, Scale, finite, refuse_unsound, require_trainable
+from psclient.compress.gradients import Gradients, PushedGradients, Scale, refuse_unsound, require_trainable
 from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.host_table import Choice, Sent
 from psclient.compress.method import Method, State
-from psclient.compress.selector import Grouping, Selector
+from psclient.compress.selector import Grouping
 from psclient.engine import sigterm
+from psclient.engine.home import OneProcess, Ranks
 from psclient.engine.lifecycle import Lifecycle
 from psclient.engine.mgs import LayerDensity, MergedGradients
 from psclient.engine.overlap import Overlap
@@ -41,7 +42,6 @@ from psclient.errors import (
 )
 from psclient.executor import current_streams, devices_of, entered
 from psclient.model.module import TrainedModel
-from psclient.model.replica import Replica
 from psclient.report import StepReport, Totals
 from psclient.rpc.buffers import BufferExchange
 from psclient.rpc.channel import suppress_errors
@@ -94,7 +94,8 @@ class Engine:
 
     ``states`` has each parameter's memories, as the method has them; ``agreed`` are the settings in which all workers
     of the run must agree; ``schedule`` is ``None`` if the param groups have the density; ``rates`` returns the rates of
-    the next push; ``synchronous``: updates are gathered in rounds, or go to a model of the worker's own.
+    the next push; ``synchronous``: updates are gathered in rounds, or go to a model of the worker's own; ``ranks``
+    have the model, if this process has not.
 
     Attributes:
         number: of the step that was begun last.
@@ -122,17 +123,21 @@ class Engine:
         gradients: GradientSource,
         *,
         synchronous: bool,
+        ranks: Ranks | None = None,
     ) -> None:
         self.life, layout = life, model.layout
-        self.replica = Replica(layout, model.parameters)
+        self.grouping = Grouping(layout, settings.bucket_bytes)
+        choice = Choice(SELECTORS[settings.selector], layout.whole_below(settings.dense_below))
+        make_home = OneProcess if ranks is None else ranks.home
+        self._home = make_home(method, model, states, groups, choice, self.grouping)
+        self.replica, self.selector = self._home.replica, self._home.selector
+        for shard in life.shards:
+            shard.spill = self._home.spill
         run = Run(life.shards, life.name, self.replica, model.buffers, method.name, agreed, settings, life.make_way)
         self.run, self._shards = run, run.shards
-        self.grouping = Grouping(layout, settings.bucket_bytes)
         self.merged: MergedGradients | None = None
         if (merges := settings.merge == "mgs") or layer_density is not None:
             self.merged = MergedGradients(layout, self.grouping, layer_density, merges=merges)
-        choice = Choice(SELECTORS[settings.selector], layout.whole_below(settings.dense_below))
-        self.selector = Selector(method, model, states, groups, choice, self.grouping)
         self.report, self.totals = StepReport(0), Totals()
         self.number = self.acknowledged_step = self.refused = 0
         self.loss: float | None = None  # to be told with the next push
@@ -378,7 +383,7 @@ class Engine:
         digest = replica.digest()
         changed = digest != self._first_digest
         if self._first_digest is not None:
-            self._model.check_frozen()
+            self._home.check_frozen()
         if changed and self._first_digest is None and not drops:
             self._model.refuse_averages(replica.written())
         if changed:
@@ -485,9 +490,9 @@ class Engine:
             )
         # If launches select from all tensors, the first group's tells whether the gradients are finite.
         tells = self.selector.on_one_device and not found.keys().isdisjoint(self.grouping.groups[0])
-        gradients = finite(self._model, found, waits=not tells)
+        gradients = self._home.finite(found, waits=not tells)
         self._await_unacked()  # the answer has the number of live workers
-        factor = 1.0 if scale is None else scale(list(gradients.values()), self.run.live_workers)
+        factor = 1.0 if scale is None else scale(self._home.with_norms_of(gradients), self.run.live_workers)
         if gradients.unsound is None:
             factor = float(factor)
         early, first = StepReport(0), None
@@ -693,7 +698,7 @@ class Engine:
                 raise
             shard.hold(written.arriving)
             if written.lost is not None:
-                self.selector.restore_errors([written.lost])
+                self.selector.restore([written.lost], at_once=False)
             report.push_entries += written.arriving.entries
             with report.timed("send"):
                 shard.send(written)
@@ -793,7 +798,10 @@ class Engine:
                 shard.ask(self.run.identity, self.number, self.run.settings.deadline_seconds)
 
     def fetch(self) -> Replies:
-        """Fetch the changes that the replica lacks from every shard; change nothing yet."""
+        """Fetch the changes that the replica lacks from every shard; change nothing yet.
+
+        If the tensors are with several ranks, a reply of everything is written as it comes, one shard after another.
+        """
         done: Replies = {}
         for _ in self.run.joining_again("pulls"):
             waiting = [
@@ -801,7 +809,10 @@ class Engine:
                 for shard in self._shards
                 if shard.index not in done or done[shard.index].generation != shard.generation
             ]
-            answers = self.run.each(waiting, lambda shard: shard.pull(self.run.identity, self.run.policy()))
+            answers: list[PulledReply | Rejected] = []
+            spills = any(shard.spill is not None and not shard.has_base for shard in waiting)
+            for part in [[shard] for shard in waiting] if spills else [waiting]:
+                answers += self.run.each(part, lambda shard: shard.pull(self.run.identity, self.run.policy()))
             for shard, answer in zip(waiting, answers, strict=True):
                 if isinstance(answer, PulledReply):
                     done[shard.index] = answer
@@ -840,7 +851,7 @@ class Engine:
         report.reply_mode = "topk" if first.mode == pb.REPLY_MODE_TOPK else "exact"
         report.changed_density = first.changed_density
         report.pull_bytes = sum(reply.bytes for reply in replies.values())
-        report.pull_entries = sum(entries(reply.segments) for reply in replies.values())
+        report.pull_entries = sum(reply.spilled + entries(reply.segments) for reply in replies.values())
         if self._awaited_commit_at:  # a push has been answered
             report.round_trip_seconds = max(reply.arrived for reply in replies.values()) - self._awaited_commit_at
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from psclient.errors import ConfigurationError, ModelChangedError
 from psclient.model.requirements import (
+    local_of,
     require_constant_in_forward,
     require_own_memory,
     require_values,
@@ -99,17 +100,25 @@ class TrainedModel:
     def refuse_shared(self) -> None:
         """Raise :class:`ConfigurationError` if other processes share a parameter; on CUDA that cannot be told."""
         for spec, parameter in zip(self.layout.parameters, self.parameters, strict=True):
-            if parameter.device.type == "cpu" and parameter.is_shared():  # type: ignore[no-untyped-call]
+            if parameter.device.type == "cpu" and local_of(parameter).is_shared():  # type: ignore[no-untyped-call]
                 raise ConfigurationError(
                     f"{spec.name!r} is in shared memory (share_memory(), or a model that torch.multiprocessing has "
                     "handed to another process): several workers would write the same parameters. In each worker make "
                     "the optimizer of a copy: model = copy.deepcopy(model)"
                 )
 
-    def check_frozen(self) -> None:
-        """Raise :class:`ModelChangedError` if a frozen parameter has other values; reads those written to since."""
-        for parameter, known, writes in zip(self.frozen, self.layout.frozen, self.frozen_writes, strict=True):
-            if writes_to(parameter) != writes and digest_of(parameter) != known.digest:
+    def written_frozen(self) -> list[int]:
+        """Return the numbers of the frozen parameters that were written to since their digest was computed."""
+        counts = zip(self.frozen, self.frozen_writes, strict=True)
+        return [number for number, (parameter, known) in enumerate(counts) if writes_to(parameter) != known]
+
+    def check_frozen(
+        self, written: Sequence[int] | None = None, digest: Callable[[torch.Tensor], bytes] = digest_of
+    ) -> None:
+        """Raise :class:`ModelChangedError` if a frozen parameter has other values; reads those that were written to."""
+        for number in self.written_frozen() if written is None else written:
+            known = self.layout.frozen[number]
+            if digest(self.frozen[number]) != known.digest:
                 raise ModelChangedError(
                     known.spec.name,
                     "is frozen, and has other values than when the optimizer was made, which the server compares",
@@ -160,12 +169,19 @@ class TrainedModel:
 
 
 def describe(
-    model: torch.nn.Module | None, groups: Sequence[Mapping[str, Any]], *, upload_frozen: bool = False
+    model: torch.nn.Module | None,
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    upload_frozen: bool = False,
+    in_parts: bool = False,
+    digest: Callable[[torch.Tensor], bytes] = digest_of,
 ) -> TrainedModel:
     """Find the tensors of a model; without one, of param groups, named as they were given or by position.
 
-    With ``upload_frozen`` parameters that need no gradient are the server's, too. :class:`ConfigurationError` if a
-    trained parameter is not the model's, or one cannot be trained.
+    With ``upload_frozen`` parameters that need no gradient are the server's, too. With ``in_parts`` parameters may be
+    DTensors; ``digest`` returns the SHA-256 of all of a frozen one.
+
+    :class:`ConfigurationError` if a trained parameter is not the model's, or one cannot be trained.
     """
     trained = [parameter for group in groups for parameter in group["params"]]
     places: dict[int, Place] = {}
@@ -190,13 +206,13 @@ def describe(
         if any(id(parameter) not in places for parameter in trained):
             raise ConfigurationError("params holds a parameter that model does not have; pass the model they come from")
     tensors = [(name, place.module.get_buffer(place.name)) for name, place in buffers]
-    require_whole([*named, *tensors])
+    require_whole(named, tensors, in_parts=in_parts)
     frozen = [(name, parameter) for name, parameter in named if not (upload_frozen or parameter.requires_grad)]
     named = [(name, parameter) for name, parameter in named if upload_frozen or parameter.requires_grad]
     require_values(named, frozen, tensors)
     require_constant_in_forward(() if model is None else plain_modules(model))
     try:
-        layout = layout_of(named, tensors, aliases, frozen)
+        layout = layout_of(named, tensors, aliases, frozen, digest)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     for spec in layout.tensors():
@@ -215,14 +231,15 @@ def describe(
         buffers=NamedBuffers([(spec, place) for spec, (_, place) in zip(layout.buffers, buffers, strict=True)]),
         module=model,
     )
-    require_own_memory(named, frozen, tensors)
+    require_own_memory(*([(name, local_of(each)) for name, each in kind] for kind in (named, frozen, tensors)))
     found.refuse_shared()
     return found
 
 
 def writes_to(parameter: torch.Tensor) -> int:
     """Return how often a tensor has been written to in place; 0 for one that keeps no count."""
-    return 0 if parameter.is_inference() else parameter._version
+    mine = local_of(parameter)
+    return 0 if mine.is_inference() else mine._version
 
 
 def edits_of(parameters: Collection[torch.Tensor]) -> list[int]:

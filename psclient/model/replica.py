@@ -27,7 +27,8 @@ from pscore.selection.cuda.launches import SCATTERED_BYTES, TARGET, DeviceKernel
 from pscore.selection.host.segments import KINDS
 from pscore.wire.dense import bytes_of
 
-_BLOCK = 1 << 18  # elements that share a checksum of 32 bits
+DIGEST_BLOCK = 1 << 18
+"""Elements that share a checksum of 32 bits, in a digest."""
 
 
 class Replica:
@@ -92,7 +93,7 @@ class Replica:
         digest = hashlib.sha256()
         for parameter in self.parameters:
             flat = parameter.detach().reshape(-1)
-            for block in torch.split(flat, _BLOCK):
+            for block in torch.split(flat, DIGEST_BLOCK):
                 digest.update(crc32(bytes_of(block)).to_bytes(4, "little"))
         return digest.digest()
 
@@ -111,7 +112,7 @@ class Replica:
         if not trained:
             return
         [position] = self._chance.choices(trained, sizes)
-        start = self._chance.randrange(0, self.parameters[position].numel(), _BLOCK)
+        start = self._chance.randrange(0, self.parameters[position].numel(), DIGEST_BLOCK)
         self._sample = position, start, self._checksum(position, start)
 
     def drifted(self) -> str | None:
@@ -129,8 +130,8 @@ class Replica:
         parameter = self.parameters[position].detach()
         if not parameter.is_contiguous() and parameter.shape[0] > 1:  # some rows of it, without a copy of the whole
             row = parameter.numel() // parameter.shape[0]
-            parameter, start = parameter[start // row : start // row + -(-_BLOCK // row)], 0
-        return int(crc32(bytes_of(parameter.reshape(-1)[start : start + _BLOCK])))
+            parameter, start = parameter[start // row : start // row + -(-DIGEST_BLOCK // row)], 0
+        return int(crc32(bytes_of(parameter.reshape(-1)[start : start + DIGEST_BLOCK])))
 
     def accept(self) -> None:
         """Note the parameters' current values and memory as the known ones."""

@@ -22,25 +22,52 @@ from pscore.wire.messages import DATA_TYPES
 Named = Sequence[tuple[str, torch.Tensor]]
 
 
-def require_whole(named: Named) -> None:
-    """Raise :class:`ConfigurationError` if a process has a part of a tensor only: FSDP, tensor parallelism."""
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Tell whether a process has a part of a tensor only, as DTensor: ``fully_shard``, tensor parallelism."""
+    if not dist.is_available() or type(tensor) is torch.nn.Parameter:
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this process's elements of a tensor: the very tensor that a DTensor has, or the tensor itself."""
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():  # else it is another tensor, for autograd
+        found: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return found
+
+
+def require_whole(named: Named, buffers: Named, *, in_parts: bool) -> None:
+    """Raise :class:`ConfigurationError` if a process has a part of a tensor only: FSDP, tensor parallelism.
+
+    ``in_parts``: parameters may be DTensors.
+    """
     if not dist.is_available():
         return
     from torch.distributed.fsdp import FlatParameter
-    from torch.distributed.tensor import DTensor
 
+    for name, tensor in (*named, *buffers):
+        if isinstance(tensor, FlatParameter) or getattr(tensor, "_fsdp_flattened", False):
+            raise ConfigurationError(
+                f"{name!r} is a parameter of FullyShardedDataParallel, whose parts no worker can be made of: shard the "
+                "model with torch.distributed.fsdp.fully_shard instead (docs/guide/fsdp.md)"
+            )
+    for name, tensor in buffers:
+        if is_dtensor(tensor):
+            raise ConfigurationError(
+                f"buffer {name!r} is a DTensor, and a worker exchanges whole buffers: register it with "
+                "persistent=False, or as a plain tensor (docs/guide/fsdp.md)"
+            )
     for name, tensor in named:
-        if isinstance(tensor, DTensor):
-            kind = "a DTensor (fully_shard, tensor parallelism)"
-        elif isinstance(tensor, FlatParameter) or getattr(tensor, "_fsdp_flattened", False):
-            kind = "a parameter of FullyShardedDataParallel"
-        else:
-            continue
-        raise ConfigurationError(
-            f"{name!r} is {kind}: this process has a part of it, and a worker has to have the whole model. Train with "
-            "DistributedDataParallel and psclient.NodeOptimizer, or freeze the base and train adapters "
-            "(docs/guide/nodes.md, Models that are sharded)"
-        )
+        if is_dtensor(tensor) and not in_parts:
+            raise ConfigurationError(
+                f"{name!r} is a DTensor (fully_shard, tensor parallelism): this process has a part of it, and alone it "
+                "is no worker. Make one worker of all ranks that have parts, with psclient.NodeOptimizer "
+                "(docs/guide/fsdp.md)"
+            )
 
 
 def require_values(parameters: Named, frozen: Named, buffers: Named) -> None:
@@ -52,7 +79,7 @@ def require_values(parameters: Named, frozen: Named, buffers: Named) -> None:
                 "is made"
             )
     for name, parameter in parameters:
-        if is_traceable_wrapper_subclass(parameter):
+        if is_traceable_wrapper_subclass(parameter) and not is_dtensor(parameter):
             raise ConfigurationError(
                 f"{name!r} is a {type(parameter).__name__}, which consists of other tensors, and only plain ones can "
                 "be trained; freeze it (requires_grad_(False)), or take a plain torch.nn.Parameter"

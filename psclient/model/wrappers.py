@@ -71,3 +71,17 @@ def plain_name(name: str) -> str:
     for prefix in set(wrappers().values()) - {"module"}:
         name = name.replace(f"{prefix}.", "")
     return name
+
+
+def reshard(model: torch.nn.Module | None) -> None:
+    """Have the modules of ``fully_shard`` let go of whole parameters that a forward pass has left; no rank speaks.
+
+    They would not see what is written to the sharded ones.
+    """
+    if model is None or "torch.distributed.fsdp" not in sys.modules:
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -27,6 +27,9 @@ class NodeStatus:
 
     Attributes:
         changed: the numbers of the tensors that the call has changed.
+        mark: of the leader's last push, as a state dict has it.
+        in_doubt: whether a push has neither been acknowledged nor refused.
+        is_stale: whether the state that the call loads is older than the last push, and is dropped.
         error: of the call; ``None`` after a success.
     """
 
@@ -41,6 +44,9 @@ class NodeStatus:
     totals: Totals = field(default_factory=Totals)
     defaults: dict[str, Any] = field(default_factory=dict)
     changed: list[int] = field(default_factory=list)
+    mark: dict[str, Any] = field(default_factory=dict)
+    in_doubt: bool = False
+    is_stale: bool = False
     error: RemoteError | None = None
 
     @classmethod
@@ -50,8 +56,12 @@ class NodeStatus:
         if leader is None:
             return cls(changed=changed, error=told)
         copied = {name: getattr(leader, name) for name in _COPIED}
-        unfinished, totals = leader._unfinished, replace(leader.totals)
-        return cls(**copied, unfinished=unfinished, totals=totals, changed=changed, error=told)
+        state: dict[str, Any] = {
+            "unfinished": leader._unfinished,
+            "mark": asdict(leader._mark()),
+            "in_doubt": leader._in_doubt,
+        }
+        return cls(**copied, **state, totals=replace(leader.totals), changed=changed, error=told)
 
     def encode(self) -> bytes:
         """Return JSON."""

@@ -13,8 +13,11 @@ So after each call all have the same parameters, and the same error if there is 
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import IntEnum
-from typing import Any, NoReturn, Self, SupportsIndex
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NoReturn, Self, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -23,8 +26,9 @@ from torch.optim.optimizer import Optimizer
 from psclient import settings as client_settings
 from psclient.compress.gradients import PushedGradients, gather
 from psclient.compress.groups import ParamGroups
+from psclient.compress.method import Method
 from psclient.engine.sample_counter import SampleCounter
-from psclient.engine.state import split
+from psclient.engine.state import PushMark, check_memories, mark_state, restore_memories, split
 from psclient.errors import (
     ConfigurationError,
     CopyRefusedError,
@@ -33,14 +37,20 @@ from psclient.errors import (
     SparsepsError,
     WorkersStillTrainingError,
 )
-from psclient.model.module import describe
+from psclient.model.module import TrainedModel, describe
 from psclient.model.replica import Replica
+from psclient.model.requirements import is_dtensor
+from psclient.model.wrappers import reshard
 from psclient.node.comm import NodeComm, NodeStatus
 from psclient.node.group import leader_settings, unwrap_ddp
 from psclient.optim.arguments import Params, check_added, check_params, check_seconds, check_step, split_model
 from psclient.optim.base import ParameterServerOptimizer
 from psclient.report import StepReport, Totals
 from psclient.settings import ClientSettings, Server
+
+if TYPE_CHECKING:
+    from psclient.node.rank import Rank
+    from psclient.node.sharded import Sharded
 
 
 class _Call(IntEnum):
@@ -52,6 +62,7 @@ class _Call(IntEnum):
     FLUSH = 3
     PULL = 4
     WAIT = 5
+    LOAD = 6
 
 
 _WAIT_SECONDS = 30.0  # of one call that waits for other workers: the processes of a node wait less long for one another
@@ -68,8 +79,12 @@ class NodeOptimizer(Optimizer):
     >>> ddp = DistributedDataParallel(model, process_group=psclient.node_group())
     >>> optimizer = psclient.NodeOptimizer(psclient.DGS, model.parameters(), lr=0.1, model=ddp, server="host:50051")
 
+    If parameters are DTensors (``fully_shard``, tensor parallelism), the processes have the model in parts. Each
+    selects from its own blocks, and all that have blocks must be in the group.
+
     Args:
-        method: a training method, as ``psclient.DGS``; only the leader makes one.
+        method: a training method, as ``psclient.DGS``; only the leader makes one. For a model in parts a class, or a
+            ``functools.partial`` of one.
         params: parameters, param groups, or a model and then also ``model``; the same on every process.
         model: the module, or the ``DistributedDataParallel`` around it, whose process group is then the node's.
         group: the processes of this node; the default group if neither this nor a DDP says otherwise.
@@ -108,27 +123,29 @@ class NodeOptimizer(Optimizer):
                 "NodeOptimizer takes parameters; psclient.Outer and WAGMA, which take an optimizer, are not for it"
             )
         params, model = split_model(params, model)
+        reshard(model)
         module, group = unwrap_ddp(model, group)
         resolved = leader_settings(client_settings.resolve(settings, server, worker), group)
         self._status = NodeStatus()
         self._own: ParameterServerOptimizer | None = None
         self._joined = False
         super().__init__(check_params(params), {})
-        self._model = describe(module, self.param_groups, upload_frozen=resolved.upload_frozen)
         self._interrupted = PushedGradients()  # on every process, as each has to know whether to call a closure
         self._loss: Any = None
         self._uncounted = 0
-        self._closed = False
+        self._closed = self._is_stale = False
         patience = max(resolved.connect_seconds, resolved.patience_seconds)
         seconds = timeout_seconds or 3 * patience + 60
         self._comm, self._wait_seconds = NodeComm(group, seconds), min(_WAIT_SECONDS, seconds / 2)
-        self._replica = Replica(self._model.layout, self._model.parameters)
+        self._ranks: Sharded | None = None
+        self._model, self._replica = self._described(module, method, upload_frozen=resolved.upload_frozen)
+        more: dict[str, Any] = {} if self._ranks is None else {"_ranks": self._ranks}
         self._samples = SampleCounter(model) if model is not None else None
         if self._samples is not None:
             weakref.finalize(self, self._samples.close)
 
         def join(_: int) -> None:
-            self._own = method(self.param_groups, model=module, settings=resolved, **options)
+            self._own = method(self.param_groups, model=module, settings=resolved, **options, **more)
             self._own._gradients_are_its_own = True  # the node's, which pushes them once
 
         try:
@@ -138,6 +155,45 @@ class NodeOptimizer(Optimizer):
             raise
         self._joined = True
         self._share()
+        self._regroup()
+
+    def _described(
+        self, module: torch.nn.Module | None, method: Callable[..., Any], *, upload_frozen: bool
+    ) -> tuple[TrainedModel, Replica]:
+        """Return the model, and what this process has of its values; of DTensors that is a part."""
+        own = [] if module is None else module.parameters()
+        in_parts = any(map(is_dtensor, chain(own, *(group["params"] for group in self.param_groups))))
+        if not in_parts:
+            model = describe(module, self.param_groups, upload_frozen=upload_frozen)
+            return model, Replica(model.layout, model.parameters)
+        from psclient.model.part import Part
+        from psclient.node.rank import Rank
+        from psclient.node.sharded import Sharded, digest_of_all
+
+        kind: Any = method
+        while isinstance(kind, partial):
+            kind = kind.func
+        known = getattr(kind, "_method", None)
+        if not isinstance(known, Method):
+            raise ConfigurationError(
+                "the model is in parts (DTensors), and every rank has to know the method: pass a class, as "
+                "psclient.DGS, or a functools.partial() of one"
+            )
+        try:
+            model = describe(
+                module,
+                self.param_groups,
+                upload_frozen=upload_frozen,
+                in_parts=True,
+                digest=partial(digest_of_all, comm=self._comm),
+            )
+            part = Part(model)
+        except BaseException:
+            self._comm.close()
+            raise
+        rank = Rank(part, self.param_groups)
+        self._ranks = Sharded(self._comm, model, rank, known, lambda: self.state)
+        return model, rank.values
 
     # What a training loop uses
 
@@ -250,26 +306,88 @@ class NodeOptimizer(Optimizer):
         """
         if self._joined and self._own is not None:
             self._own.add_param_group(param_group)
-            return
-        super().add_param_group(param_group)
+        else:
+            super().add_param_group(param_group)
+            if self._joined:
+                check_added(self.param_groups, self._model)
         if self._joined:
-            check_added(self.param_groups, self._model)
+            self._open_states()
+            self._regroup()
 
     # State: each process by itself, since a script saves on one and loads on all
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the leader's state, residuals included; on the other processes, hyper-parameters only."""
+        """Return the leader's state, residuals included; on the other processes, hyper-parameters only.
+
+        Of a model in parts, return the state of this rank's blocks, as DTensors that lie as the parameters do.
+
+        Raises:
+            ConfigurationError: the model is in parts, and a push is in doubt.
+        """
+        if self._ranks is not None:
+            return self._state_of_part(self._ranks.rank)
         return super().state_dict() | {"state": {}} if self._own is None else self._own.state_dict()
 
+    def _state_of_part(self, rank: "Rank") -> dict[str, Any]:
+        from psclient.node.part_state import of_part
+
+        if self._status.in_doubt:
+            raise ConfigurationError(
+                "nobody knows yet whether the last push was applied, so there is no state to save: call pull() or "
+                "step() on all ranks first"
+            )
+        rank.fill_memories()
+        state = of_part(super().state_dict(), self.param_groups, rank.part)
+        mark_state(state, PushMark(**self._status.mark))
+        return state
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of the leader; the other processes load its hyper-parameters."""
-        if self._own is None:
+        """Load a state of the leader; the other processes load its hyper-parameters.
+
+        Of a model in parts all ranks call this together, each with what its :meth:`state_dict` has returned, or with
+        whole memories.
+        """
+        if self._ranks is not None:
+            self._load_part(state_dict, self._ranks)
+        elif self._own is None:
             _, plain = split(state_dict, None)
             super().load_state_dict(plain | {"state": {}})
             self._open_states()
         else:
             self._own.load_state_dict(state_dict)
             self._share()
+
+    def _load_part(self, state_dict: dict[str, Any], ranks: "Sharded") -> None:
+        from psclient.node.part_state import localized
+
+        part, found = ranks.rank.part, dict[str, Any]()
+        mark: PushMark | None = None
+
+        def read() -> None:
+            nonlocal mark
+            mark, plain = split(state_dict, ranks.method.name)
+            if mark is None:
+                raise ConfigurationError(
+                    "this state is another optimizer's, and a model in parts takes over what psclient has saved: load "
+                    "the model's weights alone"
+                )
+            found.update(localized(plain, self.param_groups, part))
+            check_memories(found, part.groups(self.param_groups), part.own)
+
+        def settle(_: int) -> None:
+            assert mark is not None
+            self._is_stale = self._leader._settle(mark)
+
+        self._call(_Call.LOAD, 0, settle, prepares=read)
+        assert mark is not None
+        super().load_state_dict(found)
+        restore_memories(self, found)
+        if self._status.is_stale:
+            self.state.clear()
+        self._open_states()
+        if self._own is not None:
+            self._own._take_over(self.state, self.param_groups, mark.step)
+        self._regroup()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise CopyRefusedError(type(self).__name__)
@@ -283,52 +401,84 @@ class NodeOptimizer(Optimizer):
         return self._own
 
     def _gradients(self) -> dict[int, torch.Tensor]:
-        return gather(self._model, ParamGroups(self.param_groups), range(len(self._model.parameters)))
+        groups, everything = ParamGroups(self.param_groups), range(len(self._model.parameters))
+        if self._ranks is not None:
+            return self._ranks.gradients(groups, everything)
+        return gather(self._model, groups, everything)
 
-    def _call(self, call: _Call, value: int, work: Callable[[int], None]) -> None:
+    def _call(
+        self,
+        call: _Call,
+        value: int,
+        work: Callable[[int], None],
+        *,
+        prepares: Callable[[], None] | None = None,
+    ) -> None:
         """Make a call together; every process raises the leader's error.
 
         ``value`` is the model's fingerprint for a join, samples for a step, which are summed. The leader alone calls
-        ``work``, with the sum. :class:`ConfigurationError` if the processes make different calls or have different
-        models; :class:`NodeBrokenError` if one is gone, silent, or cannot take part.
+        ``work``, with the sum; each process first calls ``prepares``. :class:`ConfigurationError` if the processes make
+        different calls or have different models; :class:`NodeBrokenError` if one is gone, silent, or cannot take part.
         """
         if self._closed:
             raise ConfigurationError("this optimizer has left its run (close()); make a new one to go on")
         unfit: SparsepsError | None = None
-        is_loaded = False
+        loaded = drifted = -1
         try:
-            is_loaded = call is not _Call.JOIN and self._is_loaded()
+            if prepares is not None:
+                prepares()
+            if call is not _Call.JOIN:
+                loaded, drifted = self._look()
         except ModelChangedError as error:
-            if not self._comm.is_leader:  # whose optimizer checks its model by itself
+            if not self._comm.is_leader or self._ranks is not None:  # else its optimizer checks its model by itself
                 unfit = error
-        found = self._comm.gather([_Call.NOTHING if unfit else call, value, is_loaded])
+        except SparsepsError as error:
+            unfit = error
+        found = self._comm.gather([_Call.NOTHING if unfit else call, value, loaded, drifted])
         if unfit is not None:
             raise unfit
         self._check_all_do(call, found)
         met: Exception | None
+        if self._ranks is not None:
+            self._ranks.loaded = [each[2] for each in found]
+            self._ranks.drifted = [each[3] for each in found]
         if self._comm.is_leader:
-            met = self._lead(lambda: work(sum(number for _, number, _ in found)))
+            met = self._lead(lambda: work(sum(each[1] for each in found)))
         else:
+            if self._ranks is not None:
+                self._ranks.serve()
             self._status = NodeStatus.decode(self._comm.broadcast_bytes())
             met = None if self._status.error is None else self._status.error.rebuild()
         tensors = self._tensors()
         # Before it has joined, and if its script has loaded a model, a process may have any values.
-        everything = met is None and (call in (_Call.JOIN, _Call.PULL) or any(loaded for _, _, loaded in found))
+        everything = met is None and (call in (_Call.JOIN, _Call.PULL) or any(each[2] >= 0 for each in found))
         changed = range(len(tensors)) if everything else self._status.changed
         self._comm.broadcast_tensors([tensors[number] for number in changed])
         if met is not None:
             raise met
         self._replica.accept()
 
-    def _is_loaded(self) -> bool:
-        """Tell whether the script has written to this process's model since the last call."""
+    def _look(self) -> tuple[int, int]:
+        """Return the positions of a parameter that the script has written to since the last call; −1 for none.
+
+        The second one was written to without a trace; that is looked for if the model is in parts, by each rank.
+        """
+        reshard(self._model.module)
         self._model.buffers.now()
-        if not self._comm.is_leader:
+        if not self._comm.is_leader or self._ranks is not None:  # a leader with the whole model checks it by itself
             self._model.check()
-        return self._replica.loaded() is not None
+        drifted = None
+        if self._ranks is not None:
+            self._ranks.rank.part.check()
+            drifted = self._replica.drifted()
+        return self._position_of(self._replica.loaded()), self._position_of(drifted)
+
+    def _position_of(self, name: str | None) -> int:
+        names = (spec.name for spec in self._model.layout.parameters)
+        return -1 if name is None else next(n for n, each in enumerate(names) if each == name)
 
     def _check_all_do(self, call: _Call, found: Sequence[Sequence[int]]) -> None:
-        for rank, (other, value, _) in enumerate(found):
+        for rank, (other, value, *_) in enumerate(found):
             if other == _Call.NOTHING:
                 raise NodeBrokenError(f"rank {rank} of this node cannot take part in {call.name.lower()}()")
             if other != call:
@@ -346,21 +496,31 @@ class NodeOptimizer(Optimizer):
         tensors = self._tensors()
         before = [tensor._version for tensor in tensors]
         error: Exception | None = None
+        ranks = self._ranks
+        if ranks is not None:
+            ranks.in_call = True
         try:
             work()
+        except NodeBrokenError:
+            raise
         except Exception as met:
             error = met
         except BaseException:
             self._comm.close()  # on the way out (SIGTERM, Ctrl-C): the others must know
             raise
+        finally:
+            if ranks is not None and self._comm.is_closed:
+                ranks.in_call = False
+        if ranks is not None:
+            ranks.end()
         changed = [number for number, tensor in enumerate(tensors) if tensor._version != before[number]]
-        self._status = NodeStatus.of(self._own, changed, error)
+        self._status = replace(NodeStatus.of(self._own, changed, error), is_stale=self._is_stale)
         self._comm.broadcast_bytes(self._status.encode())
         return error
 
     def _tensors(self) -> list[torch.Tensor]:
-        """Return what may change, in an order that all processes share."""
-        return [*self._model.parameters, *self._model.buffers.now()]
+        """Return what the leader passes on, in an order that all processes share."""
+        return [*(() if self._ranks is not None else self._model.parameters), *self._model.buffers.now()]
 
     def _share(self) -> None:
         """Share the leader's groups with its optimizer, so that a scheduler on this one has an effect."""
@@ -372,6 +532,12 @@ class NodeOptimizer(Optimizer):
         self.defaults = self._status.defaults
         for group in self.param_groups:
             group.update(self.defaults | group)
+
+    def _regroup(self) -> None:
+        """Have this rank's selection use the param groups and states that are there now, if the model is in parts."""
+        if self._ranks is not None:
+            self._ranks.rank.take_groups(self.param_groups)
+            self._ranks.rank.take_states(self.state)
 
     def _open_states(self) -> None:
         """Have a state, though an empty one: ``torch.distributed.checkpoint`` steps an optimizer that has none.

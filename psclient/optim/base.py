@@ -21,6 +21,7 @@ from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.method import Method
 from psclient.engine.budget import BudgetSchedule
 from psclient.engine.engine import Engine, GradientScale, GradientSource
+from psclient.engine.home import Ranks
 from psclient.engine.lifecycle import Lifecycle
 from psclient.engine.mgs import LayerDensity
 from psclient.engine.sample_counter import FirstBatches, SampleCounter
@@ -126,6 +127,7 @@ class ParameterServerOptimizer(Optimizer):
         budget: float | Budget | None = None,
         on_load: OnLoad | None = None,
         settings: ClientSettings | None = None,
+        _ranks: Ranks | None = None,
         **unknown: Any,
     ) -> None:
         if unknown:
@@ -151,7 +153,10 @@ class ParameterServerOptimizer(Optimizer):
             warn_without_model(self.param_groups)
         references = sys.getrefcount(model)  # after params: a generator of them refers to the model until it ends
         self._own_references = 0  # until this is made: nothing is forgotten then
-        self._model = describe(model, self.param_groups, upload_frozen=resolved.upload_frozen)
+        if _ranks is None:
+            self._model = describe(model, self.param_groups, upload_frozen=resolved.upload_frozen)
+        else:  # from a NodeOptimizer
+            self._model = _ranks.model
         refuse_averaged(self._model.parameters, () if model is None else model.modules())
         self._groups = ParamGroups(self.param_groups, self._own_density)
         layer_density = density if isinstance(density, LayerDensity) else None
@@ -164,6 +169,8 @@ class ParameterServerOptimizer(Optimizer):
         agreed_settings = self._agreed_settings()
         self._life = Lifecycle(resolved, self._model, self._groups)
         gradients, rates = self._sources(self._model, self._groups)
+        if _ranks is not None:
+            gradients = partial(_ranks.gradients, self._groups)
         self._engine = (TracedEngine if resolved.tracing else Engine)(
             method,
             self._model,
@@ -177,6 +184,7 @@ class ParameterServerOptimizer(Optimizer):
             rates,
             gradients,
             synchronous=rounds is not None or not method.asynchronous,
+            ranks=_ranks,
         )
         self._run = run = self._engine.run
         self._steps: Engine | LocalSteps = self._engine
@@ -468,8 +476,32 @@ class ParameterServerOptimizer(Optimizer):
             log.warning("saving the state with a push in doubt: %s", error)
         self._engine.selector.fill_memories()
         state = state_as_refused(self.state, self._engine, super().state_dict)
-        mark_state(state, PushMark.now(self._method.name, self._run, self._engine))
+        mark_state(state, self._mark())
         return state
+
+    def _mark(self) -> PushMark:
+        """Return the mark of the last push."""
+        return PushMark.now(self._method.name, self._run, self._engine)
+
+    @property
+    def _in_doubt(self) -> bool:
+        """True if a push has neither been acknowledged nor refused."""
+        return bool(self._engine.unacked_parts())
+
+    def _settle(self, mark: PushMark) -> bool:
+        """End the last push; return whether residuals that were saved at a mark are out of date then."""
+        self._engine.always(self._engine.finish_push)
+        return self._is_out_of_date(mark)
+
+    def _take_over(self, state: Any, groups: list[dict[str, Any]], step: int) -> None:
+        """Use a state and param groups that a NodeOptimizer has loaded, of a push of this number."""
+        self.state, self.param_groups = state, groups
+        self._groups.assign(groups)
+        self._engine.number = max(self._engine.number, step)
+
+    def _is_out_of_date(self, mark: PushMark) -> bool:
+        record, remembers = self._run.last_push_record, self._method.server_remembers
+        return is_out_of_date(mark, self._mark(), record, server_remembers=remembers)
 
     def _open_states(self) -> None:
         """Have a state of each parameter: ``torch.distributed.checkpoint`` steps an optimizer that has none."""
@@ -504,8 +536,7 @@ class ParameterServerOptimizer(Optimizer):
         if mark is None:
             return
         warn_of_missing_memories(state_dict)
-        now = PushMark.now(self._method.name, self._run, self._engine)
-        if is_out_of_date(mark, now, self._run.last_push_record, server_remembers=self._method.server_remembers):
+        if self._is_out_of_date(mark):
             self.state.clear()
             self._open_states()
         self._engine.number = max(self._engine.number, mark.step)

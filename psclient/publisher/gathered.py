@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
 from psclient.errors import ConfigurationError, RankLostError, SparsepsError
+from psclient.model.blocks import Block, Places, block_of, describe_blocks, owners_of, read_blocks
 from psclient.publisher.baseline import Baseline, Held, Words
-from psclient.publisher.blocks import Block, Places, block_of
 from psclient.publisher.published import Published
 from psclient.publisher.source import Source, layout_of, named, octets_of
 from psclient.publisher.words import WordSource, changed, differing, joined, other_model
@@ -70,12 +70,7 @@ class Part:
         self._blocks = [block_of(name, tensor) for name, tensor in named(source, DTensor)]
         starts = {each.block: each.start for each in self._owned}
         self._owned = [_Owned(*each, starts[each[0]]) for each in self._blocks if each[0] in starts]
-        return json.dumps(
-            [
-                [block.spec.name, block.spec.shape, str(block.spec.dtype).removeprefix("torch."), block.runs]
-                for block, _ in self._blocks
-            ]
-        ).encode()
+        return describe_blocks([block for block, _ in self._blocks])
 
     def own(self, starts: list[int], word_bytes: int) -> None:
         """Take over the blocks that this rank sends: where the tensor of each begins, −1 if another rank sends it."""
@@ -236,7 +231,7 @@ class Gathered:
             self._tell(rank, {"do": "describe"})
             descriptions.append(self._messages.receive(rank).tobytes())
         for other, told, found in zip(self._others, descriptions, hashes, strict=True):
-            other.blocks, other.description = _blocks_of(told), found
+            other.blocks, other.description = read_blocks(told), found
         self._agree()
         self._others[0].held = self._part.held
         for rank in range(1, self._messages.size):
@@ -244,34 +239,15 @@ class Gathered:
 
     def _agree(self) -> None:
         """Lay the tensors of all ranks out, and say which rank sends which blocks."""
-        specs: dict[str, TensorSpec] = {}
-        owners: dict[str, dict[tuple[Any, ...], int]] = defaultdict(dict)
-        for rank, other in enumerate(self._others):
-            for block in other.blocks:
-                spec = specs.setdefault(block.spec.name, block.spec)
-                if spec != block.spec:
-                    raise ConfigurationError(
-                        f"rank {rank} of the group has {block.spec.describe()}, another one {spec.describe()}"
-                    )
-                if block.numel:
-                    owners[spec.name].setdefault(block.runs, rank)
-        for spec in specs.values():
-            blocks = sum(Block(spec, runs).numel for runs in owners[spec.name])
-            if blocks != spec.numel:
-                raise ConfigurationError(
-                    f"the ranks' blocks of {spec.describe()} have {blocks} elements: every rank that has one must be "
-                    "in the group"
-                )
-        self._layout = layout = layout_of([*specs.values()])
-        positions = {name: position for position, name in enumerate(specs)}
-        for rank, other in enumerate(self._others):
-            other.owned, starts = [], []
-            for block in other.blocks:
-                is_mine = owners[block.spec.name].get(block.runs) == rank
-                position = positions[block.spec.name]
-                starts.append(layout.offsets[position] if is_mine else -1)
-                if is_mine:
-                    other.owned.append((block, position))
+        specs, spoken_for = owners_of([other.blocks for other in self._others])
+        self._layout = layout = layout_of(specs)
+        positions = {spec.name: position for position, spec in enumerate(specs)}
+        for rank, (other, is_mine) in enumerate(zip(self._others, spoken_for, strict=True)):
+            pairs = [(block, positions[block.spec.name]) for block in other.blocks]
+            other.owned = [pair for pair, mine in zip(pairs, is_mine, strict=True) if mine]
+            starts = [
+                layout.offsets[position] if mine else -1 for (_, position), mine in zip(pairs, is_mine, strict=True)
+            ]
             if rank:
                 self._tell(rank, {"do": "own", "word_bytes": layout.word_bytes}, np.array(starts, np.int64))
             else:
@@ -433,14 +409,3 @@ def _plain(held: Held | None) -> list[Any] | None:
 
 def _held_of(plain: list[Any] | None) -> Held | None:
     return None if plain is None else Held(plain[0], tuple((each[0], each[1]) for each in plain[1]))
-
-
-def _blocks_of(description: bytes) -> list[Block]:
-    """Read the description of :meth:`Part.take`."""
-    return [
-        Block(
-            TensorSpec(name, tuple(shape), getattr(torch, dtype)),
-            tuple(tuple((start, end) for start, end in each) for each in runs),
-        )
-        for name, shape, dtype, runs in json.loads(description)
-    ]

@@ -18,7 +18,7 @@ from psclient.rpc.progress_line import ProgressLine
 from psclient.rpc.stream import Bandwidth, Stream
 from psclient.settings import ClientSettings
 from pscore.model.layout import ModelLayout, Span
-from pscore.model.sparse_slice import SparseSlice
+from pscore.model.sparse_slice import SparseSlice, entries
 from pscore.wire import frames
 from pscore.wire.budget import FEWEST_BYTES, Fit, is_less_dense, roomiest
 from pscore.wire.codecs.names import INDEX_CODECS, VALUE_CODECS
@@ -118,7 +118,7 @@ class PulledReply:
     """A verified reply. After a broken stream: the verified prefix, up to element ``end``.
 
     If two segments have the same element, the later one counts. ``bytes`` are those of messages, ``arrived`` is of
-    :func:`time.perf_counter`.
+    :func:`time.perf_counter`. ``spilled`` entries have been written already, and are in no segment.
     """
 
     header: pb.PullHeader
@@ -128,6 +128,7 @@ class PulledReply:
     bytes: int
     decode_seconds: float
     arrived: float
+    spilled: int = 0
 
 
 class _Asked(NamedTuple):
@@ -183,6 +184,8 @@ class ShardStream:
         group_bytes: of each group of the last push that was answered, by place in its plan.
         group_arrivals: when each was whole at the server, seconds after the header; empty after a repetition.
         pushes_all: whether the pushes have every entry, and no budget has chosen another form of replies.
+        spill: writes the verified beginning of a whole reply into the replica, so that nobody holds all of it;
+            ``None``: the reply is held until it is whole.
     """
 
     def __init__(self, connection: Connection, index: int, span: Span, settings: ClientSettings) -> None:
@@ -206,6 +209,7 @@ class ShardStream:
         self.sent_model: tuple[int, int] | None = None
         self.pushes_all = False
         self._push_form: Fit | None = None  # none: no budget, but the value type of the settings
+        self.spill: Callable[[Sequence[SparseSlice]], None] | None = None
         self._reply_form: Fit | None = None  # none: the server's settings
         codec = INDEX_CODECS.get(settings.index_codec)  # none: "auto"
         self._form = frames.WireForm(VALUE_CODECS[settings.value_type], codec)
@@ -467,6 +471,7 @@ class ShardStream:
     ) -> PulledReply:
         is_whole = not request.has_base or request.base_end
         before, bytes_before = (self._partial.segments, self._partial.bytes) if self._partial is not None else ([], 0)
+        spilled = self._partial.spilled if self._partial is not None else 0
         reader = frames.ChunkReader(self.span)
         header = pb.PullHeader()  # without a mode until the server's is there
         received, first_bytes, decode_seconds, began = 0, 0, 0.0, math.inf
@@ -474,7 +479,7 @@ class ShardStream:
         def reply() -> PulledReply:
             segments, nbytes = [*before, *reader.segments], bytes_before + received
             end, now = reader.position, time.perf_counter()
-            return PulledReply(header, segments, request.generation, end, nbytes, decode_seconds, now)
+            return PulledReply(header, segments, request.generation, end, nbytes, decode_seconds, now, spilled)
 
         for data in messages:
             received += len(data) + frames.FRAMING_BYTES
@@ -497,6 +502,10 @@ class ShardStream:
             if response.HasField("so_far"):
                 reader.checksum.verify(response.so_far)
                 policy.progressed()
+                if is_whole and self.spill is not None and header.mode == pb.REPLY_MODE_EXACT:
+                    self.spill(reader.segments)
+                    spilled += entries(reader.segments)
+                    reader.segments.clear()
                 if is_whole and reader.position > request.base_end:
                     self._partial = reply()
                     if line is not None:

@@ -6,7 +6,7 @@ An *index* is a position in this layout. Worker and server compare layouts by fi
 import bisect
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
@@ -282,8 +282,11 @@ def layout_of(
     buffers: Iterable[tuple[str, torch.Tensor]] = (),
     aliases: dict[str, tuple[str, ...]] | None = None,
     frozen: Iterable[tuple[str, torch.Tensor]] = (),
+    digest: Callable[[torch.Tensor], bytes] = digest_of,
 ) -> ModelLayout:
     """Build the layout of named tensors; ``aliases`` maps a name to other names of the same tensor.
+
+    ``digest`` is :func:`digest_of`, or returns the same of a tensor whose values are not all here.
 
     A tensor without values, or of a dtype that cannot be trained, raises :class:`ValueError`.
     """
@@ -296,5 +299,5 @@ def layout_of(
     return ModelLayout(
         tuple(spec(name, tensor) for name, tensor in parameters),
         tuple(spec(name, tensor) for name, tensor in buffers),
-        tuple(FrozenTensor(spec(name, tensor), digest_of(tensor)) for name, tensor in frozen),
+        tuple(FrozenTensor(spec(name, tensor), digest(tensor)) for name, tensor in frozen),
     )

@@ -188,7 +188,7 @@ def _first_step(make: Callable[[nn.Module], torch.optim.Optimizer], rank: int, w
 
 
 def shards_its_model(rank: int, server: str) -> Any:
-    """Models of which each process has a part, and every optimizer over them."""
+    """Models of which each process has a part, and every optimizer that is not for them."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -226,9 +226,12 @@ def shards_its_model(rank: int, server: str) -> Any:
     found = {}
     for kind, make in models.items():
         model = make()
-        makers = {
+        nodes = {
             "node": lambda model=model: node(model.parameters(), model=model),
             "bare node": lambda model=model: node(model.parameters()),
+        }
+        makers = {
+            **(nodes if kind.startswith("FSDP") else {}),
             "DGS": lambda model=model: psclient.DGS(model.parameters(), 0.1, model=model, **name),
             "Outer": lambda model=model: psclient.Outer(
                 torch.optim.SGD(model.parameters(), lr=0.1), sync_every=1, model=model, **name

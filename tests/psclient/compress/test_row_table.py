@@ -174,7 +174,7 @@ def test_entries_that_come_back_go_with_the_next_push_whatever_rows_it_names(met
 def test_errors_of_quantisation_wait_until_their_row_is_named_again():
     worker = Worker(ASGD, momentum=0.0)
     worker.compress({0: named(SHAPES[0], [3], torch.ones(1, 6))})
-    worker.selector.restore_errors(worker.sent.slices)
+    worker.selector.restore(worker.sent.slices, at_once=False)
     sent = worker.part(worker.compress({0: named(SHAPES[0], [5], torch.ones(1, 6))}), 0)
     assert sent.isfinite().any(1).nonzero().view(-1).tolist() == [5]
     sent = worker.part(worker.compress({0: named(SHAPES[0], [3], torch.ones(1, 6))}), 0)

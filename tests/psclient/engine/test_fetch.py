@@ -12,6 +12,8 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 class Shard:
     """Answers each pull with the next of its answers: a reply of its generation, or a refusal."""
 
+    spill = None
+
     def __init__(self, index, *refusals):
         self.index, self.generation, self.refusals, self.pulls = index, 1, list(refusals), 0
 

@@ -65,7 +65,7 @@ def test_a_model_of_which_each_process_has_a_part_is_refused_by_all_of_them_at_o
         for found in launch("shards_its_model", 2, tmp_path, server.server):
             for (kind, method), (error, message, _) in found.items():
                 assert error == "ConfigurationError", f"{kind}, {method}: {error}: {message}"
-                assert "docs/guide/nodes.md" in message, f"{kind}, {method}"
+                assert "docs/guide/fsdp.md" in message, f"{kind}, {method}"
                 assert message.startswith("'0.weight'") or kind.startswith("FSDP") or "bare" in method
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import psclient
+from psclient.engine.home import OneProcess
 from psclient.errors import ServerUnreachableError
 from psclient.rpc.local_server import LocalServer
 from tests.system.connecting.test_installing import slow  # noqa: F401
@@ -155,11 +156,15 @@ def held_up_join(model, address, hangs):
             yield from super().read(span)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("psclient.engine.engine.Replica", Slow)
+        patch.setattr("psclient.engine.home.Replica", Slow)
         return join(model, address)
 
 
-def test_a_late_joiners_download_that_is_cut_goes_on_where_it_was():
+@pytest.mark.parametrize("spills", [False, True])
+def test_a_late_joiners_download_that_is_cut_goes_on_where_it_was(spills, monkeypatch):
+    """Also if what has come is written at once, as for several ranks that are one worker."""
+    if spills:
+        monkeypatch.setattr(OneProcess, "spill", property(lambda home: home.replica.write))
     torch.manual_seed(0)
     wide = nn.Sequential(nn.Linear(2000, 3000))  # 24 MB: a few times what is checked at a time
     nbytes = 4 * sum(p.numel() for p in wide.parameters())

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psclient.publisher.blocks import Block
+from psclient.model.blocks import Block
 from pscore.model.layout import TensorSpec
 
 
@@ -37,3 +37,14 @@ def test_words_of_a_block_lie_where_its_elements_do(block, words):
     block.write(written, mine, words)
     assert np.array_equal(written[mine], mine)
     assert (np.delete(written, mine) == -1).all()
+
+
+@given(blocks())
+def test_a_block_knows_its_elements_by_their_offsets_in_the_whole(block):
+    mine = block.offsets(np.arange(block.numel, dtype=np.int64), 1)
+    for offset in range(block.spec.numel + 1):
+        assert block.before(offset) == (mine < offset).sum()
+    some = np.arange(block.spec.numel, dtype=np.int64)[::2]
+    which, places = block.inside(some)
+    assert np.array_equal(some[which], mine[mine % 2 == 0])
+    assert np.array_equal(mine[places], some[which])

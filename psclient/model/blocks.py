@@ -1,6 +1,8 @@
 """The block of a tensor that a rank has: which elements of the whole it is, as DTensor shards tensors."""
 
+import json
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +14,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from psclient.errors import ConfigurationError
-from psclient.publisher.source import spec_of
 from pscore.model.layout import TensorSpec
 
 Run = tuple[int, int]
@@ -56,7 +57,7 @@ class Block:
         ``places`` (ascending) count from the block's first word, and what is returned (ascending) from the tensor's.
         """
         elements, rest = np.divmod(places, words)
-        first = self._first_of_rows()
+        first = self.first
         if first is not None:
             return places + words * first
         found = np.zeros_like(elements)
@@ -67,21 +68,52 @@ class Block:
 
     def of(self, whole: NDArray[Any], words: int) -> NDArray[Any]:
         """Return the block's words, copied out of the whole tensor's."""
-        first, size = self._first_of_rows(), words * self.numel
+        first, size = self.first, words * self.numel
         if first is not None:
             return whole[words * first : words * first + size].copy()
         return whole.reshape(*self.spec.shape, words)[np.ix_(*self.indices())].reshape(-1)
 
     def write(self, whole: NDArray[Any], mine: NDArray[Any], words: int) -> None:
         """Write the block's words into the whole tensor's."""
-        first = self._first_of_rows()
+        first = self.first
         if first is not None:
             whole[words * first : words * first + mine.size] = mine
         else:
             whole.reshape(*self.spec.shape, words)[np.ix_(*self.indices())] = mine.reshape(*self.shape, words)
 
-    def _first_of_rows(self) -> int | None:
-        """Return the first element of a block of whole rows that follow one another; ``None`` for another block."""
+    def before(self, offset: int) -> int:
+        """Return how many of the block's elements lie before an offset of the whole tensor, from 0 to its end."""
+        if not self.runs:
+            return min(offset, 1)
+        found, rest = 0, offset
+        for dimension, runs in enumerate(self.runs):
+            index, rest = divmod(rest, max(1, math.prod(self.spec.shape[dimension + 1 :])))
+            below = sum(min(max(index, start), end) - start for start, end in runs)
+            found += below * math.prod(self.shape[dimension + 1 :])
+            if not any(start <= index < end for start, end in runs):
+                break
+        return found
+
+    def inside(self, offsets: Places) -> tuple[slice | Places, Places]:
+        """Return which of some offsets of the whole tensor (ascending) lie in the block, and their places in it."""
+        first = self.first
+        if first is not None:
+            low, high = np.searchsorted(offsets, (first, first + self.numel)).tolist()
+            return slice(low, high), offsets[low:high] - first
+        places, is_mine = np.zeros_like(offsets), np.ones(offsets.size, bool)
+        along = np.unravel_index(offsets, self.spec.shape)
+        for index, mine, size in zip(along, self.indices(), self.spec.shape, strict=True):
+            position = np.full(size, -1, np.int64)
+            position[mine] = np.arange(mine.size)
+            at = position[index]
+            is_mine &= at >= 0
+            places = places * mine.size + at
+        rows = np.flatnonzero(is_mine)
+        return rows, places[rows]
+
+    @property
+    def first(self) -> int | None:
+        """The first element, if the block is whole rows that follow one another; ``None`` for another block."""
         if not self.numel:
             return 0
         if any(runs != ((0, size),) for runs, size in zip(self.runs[1:], self.spec.shape[1:], strict=True)):
@@ -98,7 +130,7 @@ def block_of(name: str, tensor: torch.Tensor) -> tuple[Block, torch.Tensor]:
     """
     runs: list[tuple[Run, ...]] = [((0, size),) if size else () for size in tensor.shape]
     if not isinstance(tensor, DTensor):
-        return Block(spec_of(name, tensor), tuple(runs)), tensor
+        return Block(TensorSpec(name, tuple(tensor.shape), tensor.dtype), tuple(runs)), tensor
     mesh, local = tensor.device_mesh, tensor.to_local()
     coordinate = mesh.get_coordinate()
     for dimension, placement in enumerate(tensor.placements):
@@ -106,8 +138,8 @@ def block_of(name: str, tensor: torch.Tensor) -> tuple[Block, torch.Tensor]:
             continue
         if not isinstance(placement, Shard | _StridedShard):
             raise ConfigurationError(
-                f"{name!r} has the placement {placement!r}, whose elements no rank has: redistribute it, to Shard or "
-                "Replicate, before it is published"
+                f"{name!r} has the placement {placement!r}, whose elements no rank has: redistribute() it first, to "
+                "Shard or Replicate"
             )
         if coordinate is not None:
             sharded = placement.dim % tensor.dim()
@@ -115,11 +147,12 @@ def block_of(name: str, tensor: torch.Tensor) -> tuple[Block, torch.Tensor]:
             runs[sharded] = _shard(runs[sharded], mesh.size(dimension), coordinate[dimension], factor)
     if coordinate is None:  # this rank is not in the mesh
         runs = [(), *runs[1:]]
-    block = Block(spec_of(name, tensor), tuple(runs))
+    block = Block(TensorSpec(name, tuple(tensor.shape), tensor.dtype), tuple(runs))
     if block.shape != tuple(local.shape) and block.numel + local.numel():
         raise ConfigurationError(
             f"this rank's block of {block.spec.describe()} has the shape {list(local.shape)}, and not "
-            f"{list(block.shape)} as {tensor.placements} on {mesh} have it: publish its full_tensor()"
+            f"{list(block.shape)} as {tensor.placements} on {mesh} have it: redistribute() it to other placements, or "
+            "publish its full_tensor()"
         )
     return block, local
 
@@ -157,3 +190,55 @@ def _between(runs: Sequence[Run], start: int, end: int) -> list[Run]:
 
 def _length(runs: Sequence[Run]) -> int:
     return sum(end - start for start, end in runs)
+
+
+def describe_blocks(blocks: Sequence[Block]) -> bytes:
+    """Write blocks for another rank."""
+    return json.dumps(
+        [
+            [block.spec.name, block.spec.shape, str(block.spec.dtype).removeprefix("torch."), block.runs]
+            for block in blocks
+        ]
+    ).encode()
+
+
+def read_blocks(description: bytes) -> list[Block]:
+    """Read what :func:`describe_blocks` wrote."""
+    return [
+        Block(
+            TensorSpec(name, tuple(shape), getattr(torch, dtype)),
+            tuple(tuple((start, end) for start, end in each) for each in runs),
+        )
+        for name, shape, dtype, runs in json.loads(description)
+    ]
+
+
+def owners_of(ranks: Sequence[Sequence[Block]]) -> tuple[list[TensorSpec], list[list[bool]]]:
+    """Return the tensors that ranks have blocks of, and for each rank which of its blocks it speaks for.
+
+    Of equal blocks the first rank's speaks for all, and nobody for one without elements.
+    :class:`ConfigurationError` if the blocks are not the whole of each tensor, once each.
+    """
+    specs: dict[str, TensorSpec] = {}
+    owners: dict[str, dict[tuple[tuple[Run, ...], ...], int]] = defaultdict(dict)
+    for rank, blocks in enumerate(ranks):
+        for block in blocks:
+            spec = specs.setdefault(block.spec.name, block.spec)
+            if spec != block.spec:
+                raise ConfigurationError(
+                    f"rank {rank} of the group has {block.spec.describe()}, another one {spec.describe()}"
+                )
+            if block.numel:
+                owners[spec.name].setdefault(block.runs, rank)
+    for spec in specs.values():
+        elements = sum(Block(spec, runs).numel for runs in owners[spec.name])
+        if elements != spec.numel:
+            raise ConfigurationError(
+                f"the ranks' blocks of {spec.describe()} have {elements} elements: every rank that has one must be "
+                "in the group"
+            )
+    spoken_for = [
+        [block.numel > 0 and owners[block.spec.name][block.runs] == rank for block in blocks]
+        for rank, blocks in enumerate(ranks)
+    ]
+    return [*specs.values()], spoken_for
