@@ -20,8 +20,8 @@ from psclient.model.scatter import scatter
 from psclient.report import StepReport
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
-from pscore.selection.cuda.launches import TARGET
-from pscore.selection.rule import Integers
+from pscore.selection.cuda.launches import OUTPUT_BYTES, TARGET
+from pscore.selection.rule import ROOM, Integers
 
 Groups = tuple[range, ...]
 """Positions of each group's tensors in the layout, the last group first, as its gradients come first."""
@@ -52,6 +52,8 @@ class Grouping:
         self.densities: dict[int, float] = {}
 
 
+_MOST_AT_ONCE = 256 << 20  # bytes of output on a device
+
 _MOST_SETS = 16  # of all tensors, whose tables are kept; which tensors have a gradient may differ from step to step
 
 
@@ -71,6 +73,14 @@ class Members(NamedTuple):
     table: Table | None
     rows: RowTable | None
     on_devices: list[DeviceTable]
+
+
+class Taken(NamedTuple):
+    """What one selection has taken for all groups of a push, and which groups still wait for their part."""
+
+    gradients: Gradients
+    entries: dict[int, int]
+    waiting: dict[range, list[SparseSlice]]
 
 
 class Selector:
@@ -99,6 +109,7 @@ class Selector:
         self._kernels = {device: found for device in devices if (found := choice.on_device(device)) is not None}
         self._on_host = np.array([parameter.device not in self._kernels for parameter in model.parameters], bool)
         self.memories = Memories(model.layout, model.parameters, states, self._on_host)
+        self._taken: Taken | None = None
         self._by_rows: set[int] = set()  # positions of which a gradient has named its rows
         self._owed: dict[int, Integers] = {}  # rows whose entries were not applied, and go with the next push
 
@@ -110,13 +121,59 @@ class Selector:
     def compress(self, group: range, gradients: Gradients, scale: Scale, report: StepReport) -> Sent:
         """Return what the tensors of a group send that have a gradient (finite), ascending within a device.
 
-        After an error the residuals have what had been selected.
+        If launches select from all tensors, those of a step's first group select for all its groups, so that the host
+        waits once a step; :meth:`abandon` gives up what was not asked for. After an error the residuals have what had
+        been selected.
 
         Raises:
             UnsoundError: the gradients are; nothing has changed.
             UpdateOverflowError: gradient times learning rate has left the range of fp32; what had been selected is
                 restored, without the entries concerned.
         """
+        if not self._selects_at_once(group, gradients):
+            return self._compress(group, gradients, scale, report)
+        if self._taken is None or self._taken.gradients is not gradients:
+            self.abandon()
+            sent = self._compress(range(len(self._model.parameters)), gradients, scale, report)
+            used = [each for each in self._grouping.groups if not gradients.keys().isdisjoint(each)]
+            self._taken = Taken(gradients, sent.entries, {each: self._within(each, sent) for each in used})
+        taken = self._taken
+        slices = taken.waiting.pop(group)
+        if not taken.waiting:
+            self._taken = None  # gradients live no longer for it
+        entries = {n: count for n, count in taken.entries.items() if n in group}
+        return Sent(slices, entries, is_finite=True)
+
+    def abandon(self) -> None:
+        """Restore what was selected for groups that :meth:`compress` was not asked for."""
+        taken, self._taken = self._taken, None
+        if taken is not None:
+            self.restore(each for slices in taken.waiting.values() for each in slices)
+
+    def _selects_at_once(self, group: range, gradients: Gradients) -> bool:
+        """Tell whether one selection does for all groups: nothing is sent whole, and the output is small enough."""
+        groups = self._grouping.groups
+        if len(groups) < 2 or group not in groups or not self.on_one_device or gradients.rows:
+            return False
+        if gradients.keys().isdisjoint(group):
+            return False
+        if self._taken is not None and self._taken.gradients is gradients:
+            return group in self._taken.waiting
+        numbers = self._groups.numbers_of(self._model.parameters)[gradients.positions]
+        room = 0.0
+        for number in np.unique(numbers[numbers >= 0]).tolist():
+            values = self._groups.values(number)
+            if self._method.recurrence(values).whole:
+                return False
+            room += float(min(1.0, ROOM * values["density"]) * gradients.sizes[numbers == number].sum())
+        return OUTPUT_BYTES * room <= _MOST_AT_ONCE
+
+    def _within(self, group: range, sent: Sent) -> list[SparseSlice]:
+        offsets = self._model.layout.offsets
+        span = Span(offsets[group.start], offsets[group.stop])
+        return [part for each in sent.slices if (part := each.clip(span)) is not None]
+
+    def _compress(self, group: range, gradients: Gradients, scale: Scale, report: StepReport) -> Sent:
         members = self._members(group, gradients)
         rules = {}
         for number, positions in members.groups.items():

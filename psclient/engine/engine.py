@@ -503,6 +503,7 @@ class Engine:
         try:
             report = self.report = self._open(self._counted(samples), rates)
         except BaseException:
+            self.selector.abandon()
             self.selector.restore([] if first is None else first.slices)
             raise
         if first is not None:
@@ -713,6 +714,7 @@ class Engine:
         """Break off a push that has no commit yet, and restore what was selected."""
         for shard in self._shards:
             self._owe(shard)
+        self.selector.abandon()
         self.restore(part for shard in self._shards for part in shard.abandon_push())
 
     def await_ack(self, report: StepReport) -> None:

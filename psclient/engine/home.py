@@ -71,6 +71,9 @@ class Selection(Protocol):
     def compress(self, group: range, gradients: Gradients, scale: Scale, report: StepReport) -> Sent:
         """Return what the tensors of a group send that have a gradient."""
 
+    def abandon(self) -> None:
+        """Restore what was selected for groups that :meth:`compress` was not asked for."""
+
     def take_residuals(self, group: range) -> list[SparseSlice]:
         """Take everything out of these tensors' residuals."""
 

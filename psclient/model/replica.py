@@ -30,6 +30,8 @@ from pscore.wire.dense import bytes_of
 DIGEST_BLOCK = 1 << 18
 """Elements that share a checksum of 32 bits, in a digest."""
 
+_FETCHED = 64 * DIGEST_BLOCK  # elements that are brought from a device at once: 64 MiB of fp32
+
 
 class Replica:
     """Reads and writes a model's parameters, which are in layout order and on any devices, through flat indices."""
@@ -92,9 +94,9 @@ class Replica:
         """Return 32 bytes that are equal if the values are, and else all but surely not; reads all parameters."""
         digest = hashlib.sha256()
         for parameter in self.parameters:
-            flat = parameter.detach().reshape(-1)
-            for block in torch.split(flat, DIGEST_BLOCK):
-                digest.update(crc32(bytes_of(block)).to_bytes(4, "little"))
+            for part in torch.split(parameter.detach().reshape(-1), _FETCHED):
+                for block in torch.split(part.cpu(), DIGEST_BLOCK):
+                    digest.update(crc32(bytes_of(block)).to_bytes(4, "little"))
         return digest.digest()
 
     def not_finite(self) -> str | None:

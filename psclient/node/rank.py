@@ -119,6 +119,10 @@ class Rank:
     def _outgoing(self, slices: Iterable[SparseSlice]) -> list[tuple[int, SparseSlice]]:
         return [each for each in self.part.outgoing(slices) if self.speaks[each[0]]]
 
+    def abandon(self) -> None:
+        """Restore what was selected for groups that :meth:`compress` was not asked for."""
+        self.selector.abandon()
+
     def restore(self, segments: Iterable[SparseSlice], *, at_once: bool) -> None:
         """Add entries of the whole layout to the residuals again, as far as they are this rank's."""
         self.selector.restore(self.part.incoming(segments), at_once=at_once)

@@ -364,6 +364,8 @@ class Sharded:
                 )
             case "take residuals":
                 self._send_selected(lambda: rank.take_residuals(range(*command["group"]), command["values"]))
+            case "abandon":
+                rank.abandon()
             case "restore":
                 rank.restore([self._spread(command)], at_once=command["at_once"])
             case "write":
@@ -534,6 +536,11 @@ class ShardedSelection:
             {name: float(value) for name, value in group.items() if isinstance(value, int | float | np.number)}
             for group in groups
         ]
+
+    def abandon(self) -> None:
+        """Restore what ranks have selected for groups that :meth:`compress` was not asked for."""
+        self._ranks.tell("abandon")
+        self._ranks.rank.abandon()
 
     def restore(self, slices: Iterable[SparseSlice], *, at_once: bool = True) -> None:
         """Add entries that did not arrive to the residuals of the ranks whose blocks they lie in."""

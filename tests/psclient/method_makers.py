@@ -36,7 +36,7 @@ class OneTensor:
         self.group = {"params": [self.parameter]}
         self.states = {self.parameter: {}}
         model = describe(None, [self.group])
-        grouping = SimpleNamespace(densities={})
+        grouping = SimpleNamespace(densities={}, groups=())
         self.groups = ParamGroups([self.group])
         self.compressor = Selector(method, model, self.states, self.groups, choice, grouping)
 

@@ -41,6 +41,9 @@ offsets, and dtype as in :data:`~pscore.selection.host.segments.KINDS`."""
 
 KINDS_BY_NAME = {str(dtype).removeprefix("torch."): kind for dtype, kind in KINDS.items()}
 
+OUTPUT_BYTES = 6
+"""Of an entry that may be taken: an fp32 value, and its place within the piece."""
+
 SCATTERED_BYTES = 64 << 20
 """Of entries that are copied to a device at once."""
 

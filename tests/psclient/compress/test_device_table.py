@@ -1,6 +1,7 @@
 """A model's tensors on a device are compressed at once: in Triton's interpreter, or on a GPU where one is."""
 
 import copy
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -333,3 +334,78 @@ def test_the_check_of_gradients_waits_once(monkeypatch):
     gradients[3][5] = float("inf")
     with pytest.raises(NonFiniteGradientError):
         finite(model.described, gradients)
+
+
+def in_groups(model, *ends):
+    """Have a model push in groups, the last one first, that end before these positions."""
+    edges = [0, *ends, len(model.parameters)]
+    model.grouping.groups = tuple(range(*pair) for pair in reversed([*itertools.pairwise(edges)]))
+    return model
+
+
+def launches_of(kernels, patch):
+    """Of each series of launches from now on, whether it searches."""
+    searches, launch = [], kernels.launch
+    patch.setattr(kernels, "launch", lambda *a, **k: searches.append(k.get("search", False)) or launch(*a, **k))
+    return searches
+
+
+def compressed(model, gradients):
+    """What each group sends, and the whole of it as a dense layout."""
+    model.of_groups.read()
+    dense = torch.zeros(model.described.layout.size)
+    for group in model.grouping.groups:
+        sent = model.compressor.compress(group, gradients, 1.0, StepReport(0))
+        assert sent.entries.keys() == {n for n in group if n in gradients}
+        assert sum(sent.entries.values()) == sum(each.entries for each in sent.slices)
+        for each in sent.slices:
+            where = slice(None) if each.offsets is None else each.offsets
+            dense[each.span.start : each.span.end][where] = each.values
+    return dense
+
+
+def test_groups_of_one_device_are_selected_from_by_one_series_of_launches(monkeypatch):
+    """And each group gets its own part: what is sent, and what is kept, has the bits of one group."""
+    hyper = HYPER | {"density": 0.1, "momentum": 0.3}
+    kernels = DeviceKernels(DEVICE, block=2048, part=2048)
+    ours, one = (
+        in_groups(made(DGS, hyper, kernels), 1, 4),
+        made(DGS, hyper, DeviceKernels(DEVICE, block=2048, part=2048)),
+    )
+    for step in range(3):
+        gradients = finite(ours.described, gradients_of(ours, step, without=(2,)))
+        with monkeypatch.context() as patch:
+            searches = launches_of(kernels, patch)
+            dense = compressed(ours, gradients)
+        assert searches.count(False) == 1
+        assert torch.equal(dense, one.compress(gradients_of(one, step, without=(2,)))[1])
+        same(on_host(ours.memories()), on_host(one.memories()))
+
+
+def test_groups_that_nobody_asks_for_return_to_the_residuals():
+    hyper = HYPER | {"density": 0.1, "momentum": 0.0}
+    given = {"kernels": DeviceKernels(DEVICE, block=2048, part=2048)}
+    ours, one = in_groups(made(DROPPING, hyper, **given), 1, 4), made(DROPPING, hyper, **given)
+    gradients = finite(ours.described, gradients_of(ours, 0))
+    ours.of_groups.read()
+    first = ours.compressor.compress(ours.grouping.groups[0], gradients, 1.0, StepReport(0))
+    ours.compressor.abandon()
+    ours.compressor.restore(first.slices)
+    ours.compressor.abandon()  # harmless twice
+    one.compress(gradients_of(one, 0))
+    one.compressor.restore(one.sent.slices)
+    same(on_host(ours.memories()), on_host(one.memories()))
+
+
+def test_dense_groups_are_written_out_one_by_one_and_so_are_outputs_that_are_too_large(monkeypatch):
+    for method, density, most in ((ASGD, 1.0, None), (DROPPING, 0.1, 1000)):
+        kernels = DeviceKernels(DEVICE, block=2048, part=2048)
+        ours = in_groups(made(method, HYPER | {"density": density}, kernels), 1, 4)
+        one = made(method, HYPER | {"density": density}, DeviceKernels(DEVICE, block=2048, part=2048))
+        with monkeypatch.context() as patch:
+            if most is not None:
+                patch.setattr("psclient.compress.selector._MOST_AT_ONCE", most)
+            searches = launches_of(kernels, patch)
+            dense = compressed(ours, finite(ours.described, gradients_of(ours, 0)))
+        assert searches.count(False) == 3
+        assert torch.equal(dense, one.compress(gradients_of(one, 0))[1])

@@ -49,7 +49,7 @@ class Model:
         self.described = describe(None, self.groups)
         self.states = defaultdict(dict)
         choice = Choice(SELECTORS["warm"], dense_below, on_device=on_device)
-        grouping = SimpleNamespace(densities={})
+        self.grouping = grouping = SimpleNamespace(densities={}, groups=())
         self.of_groups = ParamGroups(self.groups)
         self.of_groups.read()
         self.compressor = Selector(method, self.described, self.states, self.of_groups, choice, grouping)

@@ -43,7 +43,10 @@ class Worker:
         self.described = describe(None, [{"params": self.parameters}])
         self.groups = ParamGroups([HYPER | hyper | {"params": self.parameters}])
         self.states = defaultdict(dict)
-        choice, grouping = Choice(SELECTORS["warm"], dense_below, lambda _: None), SimpleNamespace(densities={})
+        choice, grouping = (
+            Choice(SELECTORS["warm"], dense_below, lambda _: None),
+            SimpleNamespace(densities={}, groups=()),
+        )
         self.selector = Selector(method, self.described, self.states, self.groups, choice, grouping)
 
     def compress(self, gradients, clip=1.0):
