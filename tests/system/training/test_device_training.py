@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 import psclient
-from psclient.engine import engine
+from psclient.engine import engine, home
 from psclient.rpc.local_server import LocalServer
 from pscore.selection.cuda.launches import DeviceKernels
 from tests.system.tools import QUICK, make_data, make_model, train_step
@@ -25,9 +25,9 @@ def launches(monkeypatch):
         monkeypatch.setattr(
             kernels, name, lambda *a, name=name, call=call, **kw: found.append((name, bool(kw))) or call(*a, **kw)
         )
-    for name in ("Choice", "Replica"):
-        made = functools.partial(getattr(engine, name), on_device=lambda _: kernels)
-        monkeypatch.setattr(engine, name, made)
+    for module, name in ((engine, "Choice"), (home, "Replica")):
+        made = functools.partial(getattr(module, name), on_device=lambda _: kernels)
+        monkeypatch.setattr(module, name, made)
     return found
 
 
