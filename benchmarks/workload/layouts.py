@@ -43,6 +43,37 @@ def small_llama() -> ModelLayout:
     return ModelLayout(tuple(TensorSpec(name, shape, torch.float32) for name, shape in shapes.items()))
 
 
+def gpt2() -> ModelLayout:
+    """GPT-2 as transformers names it, its embeddings tied: 148 parameter tensors, 124,439,808 elements."""
+    width = 768
+    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (50257, width), "wpe.weight": (1024, width)}
+    for layer in range(12):
+        at = f"h.{layer}"
+        for name, shape in (
+            *(("ln_1", (width,)), ("ln_2", (width,))),
+            *(("attn.c_attn", (width, 3 * width)), ("attn.c_proj", (width, width))),
+            *(("mlp.c_fc", (width, 4 * width)), ("mlp.c_proj", (4 * width, width))),
+        ):
+            shapes |= {f"{at}.{name}.weight": shape, f"{at}.{name}.bias": shape[-1:]}
+    shapes |= {"ln_f.weight": (width,), "ln_f.bias": (width,)}
+    return ModelLayout(tuple(TensorSpec(name, shape, torch.float32) for name, shape in shapes.items()))
+
+
+def llama_1b() -> ModelLayout:
+    """Llama 3.2 1 B as transformers names it, its embeddings tied: 146 parameter tensors, 1,235,814,400 elements."""
+    width, keys, inner = 2048, 512, 8192
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (128_256, width)}
+    for layer in range(16):
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.self_attn.{name}_proj.weight": (width, width) for name in "qo"}
+        shapes |= {f"{at}.self_attn.{name}_proj.weight": (keys, width) for name in "kv"}
+        shapes |= {f"{at}.mlp.{name}_proj.weight": (inner, width) for name in ("gate", "up")}
+        shapes[f"{at}.mlp.down_proj.weight"] = (width, inner)
+        shapes |= {f"{at}.{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
+    shapes["model.norm.weight"] = (width,)
+    return ModelLayout(tuple(TensorSpec(name, shape, torch.float32) for name, shape in shapes.items()))
+
+
 def one_tensor(size: int) -> ModelLayout:
     """A model of a single tensor, where only its size matters."""
     return ModelLayout((TensorSpec("weight", (size,), torch.float32),))

@@ -136,7 +136,7 @@ class Selector:
             self.abandon()
             sent = self._compress(range(len(self._model.parameters)), gradients, scale, report)
             used = [each for each in self._grouping.groups if not gradients.keys().isdisjoint(each)]
-            self._taken = Taken(gradients, sent.entries, {each: self._within(each, sent) for each in used})
+            self._taken = Taken(gradients, sent.entries, self._parts(sent, used))
         taken = self._taken
         slices = taken.waiting.pop(group)
         if not taken.waiting:
@@ -168,10 +168,26 @@ class Selector:
             room += float(min(1.0, ROOM * values["density"]) * gradients.sizes[numbers == number].sum())
         return OUTPUT_BYTES * room <= _MOST_AT_ONCE
 
-    def _within(self, group: range, sent: Sent) -> list[SparseSlice]:
-        offsets = self._model.layout.offsets
-        span = Span(offsets[group.start], offsets[group.stop])
-        return [part for each in sent.slices if (part := each.clip(span)) is not None]
+    def _parts(self, sent: Sent, groups: Sequence[range]) -> dict[range, list[SparseSlice]]:
+        """Return each group's part of entries that were selected at once, whose memory is used again."""
+        parts: dict[range, list[SparseSlice]] = {group: [] for group in groups}
+        ends = self._model.layout.offsets
+        for each in sent.slices:
+            for group in groups:
+                span = Span(ends[group.start], ends[group.stop])
+                if each.offsets is None:
+                    part = each.clip(span)
+                    parts[group].extend([] if part is None else [part])
+                    continue
+                offsets, first = each.offsets.numpy(), span.start - each.span.start
+                low, high = np.searchsorted(offsets, (first, first + span.length)).tolist()
+                mine = offsets[low:high]
+                parts[group].append(SparseSlice(span, torch.from_numpy(mine), each.values[low:high]))
+            for group in groups if each.offsets is not None else ():
+                where = parts[group][-1].offsets
+                assert where is not None
+                where.sub_(ends[group.start] - each.span.start)
+        return parts
 
     def _compress(self, group: range, gradients: Gradients, scale: Scale, report: StepReport) -> Sent:
         members = self._members(group, gradients)

@@ -161,12 +161,14 @@ class Pending:
     def collect(self) -> Found:
         """Wait for this selection; return the entries, on the host."""
         taken, excess, thresholds, counts, values, inner = (section.numpy() for section in self._arrived())
-        entries = taken.clip(0)
-        ends = np.cumsum(entries)
-        places = np.arange(ends[-1]) + np.repeat(self._rooms - (ends - entries), entries)
-        marked = np.where(taken[self._pieces.rows] < 0, 0, counts)
-        offsets = np.repeat(self._pieces.starts, marked) + inner[places]
-        return Found(offsets, values[places], taken.copy(), excess.copy(), thresholds.copy())
+        from pscore.selection.cuda.collect_loops import collect
+
+        total, pieces = int(taken.clip(0).sum()), self._pieces
+        offsets, kept = np.empty(total, np.int64), np.empty(total, np.float32)
+        collect.on(total + counts.size)(
+            pieces.rows, pieces.starts, counts, taken, self._rooms, inner, values, offsets, kept
+        )
+        return Found(offsets, kept, taken.copy(), excess.copy(), thresholds.copy())
 
     def _arrived(self) -> list[torch.Tensor]:
         self.wait()
