@@ -4,9 +4,10 @@ VENV ?= .venv
 ARGS ?=
 TEST_PROCESSES ?= 4
 
-# Processes share the cores of the machine; libraries that take all of them slow one another down.
+# Processes share the cores of the machine; libraries that take all of them slow one another down. What one process has
+# compiled of the sources is kept for the others: a run has hundreds, and half a minute of a core is spent on the tests.
 TEST_ENVIRONMENT := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} MKL_NUM_THREADS=$${MKL_NUM_THREADS:-1} \
-	OPENBLAS_NUM_THREADS=$${OPENBLAS_NUM_THREADS:-1} PYTHONUNBUFFERED=1
+	OPENBLAS_NUM_THREADS=$${OPENBLAS_NUM_THREADS:-1} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=
 
 STAMP := $(VENV)/.sparseps-installed
 QUICKSTART_STAMP := $(VENV)/.quickstart-installed

@@ -1,10 +1,13 @@
 """What every test shares: a clean environment, one torch thread, and the reason for skipping CUDA tests."""
 
+import importlib
 import multiprocessing.util
 import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +28,24 @@ _JOB_VARIABLES = (
     *("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
     *("SLURM_NTASKS", "SLURM_PROCID", "JOB_COMPLETION_INDEX"),
 )
+
+
+def pytest_collection(session):
+    """Load the modules of tests from another one on than the other processes of the run, which load all of them too.
+
+    A process finds what the others have compiled meanwhile, instead of compiling all modules at the same time as they.
+    """
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None:
+        return
+    folders = [Path(given) for given in session.config.args]
+    modules = sorted(module for folder in folders if folder.is_dir() for module in folder.rglob("test_*.py"))
+    first = len(modules) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+    for module in modules[first:] + modules[:first]:
+        if str(module.parent) not in sys.path:
+            sys.path.insert(0, str(module.parent))
+        with suppress(Exception, pytest.skip.Exception):  # pytest imports it again, and tells of it
+            importlib.import_module(module.stem)
 
 
 @pytest.fixture(autouse=True, scope="session")
