@@ -1,5 +1,6 @@
 """What every test shares: a clean environment, one torch thread, and the reason for skipping CUDA tests."""
 
+import gc
 import importlib
 import multiprocessing.util
 import os
@@ -35,6 +36,7 @@ def pytest_collection(session):
 
     A process finds what the others have compiled meanwhile, instead of compiling all modules at the same time as they.
     """
+    gc.disable()  # until everything is loaded
     worker = getattr(session.config, "workerinput", None)
     if worker is None:
         return
@@ -46,6 +48,13 @@ def pytest_collection(session):
             sys.path.insert(0, str(module.parent))
         with suppress(Exception, pytest.skip.Exception):  # pytest imports it again, and tells of it
             importlib.import_module(module.stem)
+
+
+def pytest_collection_finish():
+    """Let the collector look no more at modules and tests: a test that calls it, in a loop, waits a second each time."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -9,7 +9,7 @@ from psclient.rpc.local_server import LocalServer
 
 pytestmark = pytest.mark.executes_python  # who loads gRPC first, and in which environment, is what is tested
 
-FORKS = 120
+FORKS = 40  # each method forks in each way
 
 
 @pytest.mark.timeout(300)
