@@ -51,7 +51,7 @@ def pytest_collection(session):
 
 
 def pytest_collection_finish():
-    """Let the collector look no more at modules and tests: a test that calls it, in a loop, waits a second each time."""
+    """Let the collector look no more at modules and tests: a test that calls it waits a second each time."""
     gc.enable()
     gc.collect()
     gc.freeze()
