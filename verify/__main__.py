@@ -135,9 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not scenarios:
             print(notes[-1])
             return _SKIPPED
-        stack.enter_context(
-            forked_processes()
-        )  # no earlier: forks share the mounts that there are when the first begins
+        stack.enter_context(forked_processes())  # no earlier: forks share the mounts that are there at the first
         progress = stack.enter_context(Progress(len(scenarios)))
         for number, (name, begin) in enumerate(scenarios):
             progress.section(name)
