@@ -98,8 +98,22 @@ def determinism():
     torch.manual_seed(0)
 
 
-def pytest_collection_modifyitems(items):
-    """Skip CUDA tests where there is no device, and say so."""
+def pytest_collection_modifyitems(config, items):
+    """Let each process begin with its share of the slow tests; skip CUDA tests without a device, and say so.
+
+    A process first gets an equal part of the list, and may give away the end of it: a slow test that comes last is what
+    all others wait for.
+    """
+    count, total = getattr(config, "workerinput", {}).get("workercount", 1), len(items)
+    slow = [item for item in items if "slow" in item.keywords]
+    rest = [item for item in items if "slow" not in item.keywords]
+    items.clear()
+    for number in range(count):
+        items += slow[number::count]
+        others = max(0, total * (number + 1) // count - len(items))
+        items += rest[:others]
+        rest = rest[others:]
+    items += rest
     if torch.cuda.is_available():
         return
     for item in items:

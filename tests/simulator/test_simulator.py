@@ -40,6 +40,7 @@ FOUND_WITHIN = 300  # histories: some promises are seldom put to the test, and t
 SECONDS = 600  # of a busy machine
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
 def test_every_promise_is_kept_in_every_history(capsys):
     began = time.monotonic()

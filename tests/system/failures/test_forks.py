@@ -12,6 +12,7 @@ pytestmark = pytest.mark.executes_python  # who loads gRPC first, and in which e
 FORKS = 40  # each method forks in each way
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_forked_processes_live_beside_a_training_worker():
     methods = ["--method", "dgs", "--method", "server rmsprop"]
