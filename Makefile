@@ -4,9 +4,10 @@ VENV ?= .venv
 ARGS ?=
 TEST_PROCESSES ?= 4
 
-# Processes share the cores of the machine; libraries that take all of them slow one another down.
+# Processes share the cores of the machine; libraries that take all of them slow one another down. What one process has
+# compiled of the sources is kept for the others: a run has hundreds, and half a minute of a core is spent on the tests.
 TEST_ENVIRONMENT := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} MKL_NUM_THREADS=$${MKL_NUM_THREADS:-1} \
-	OPENBLAS_NUM_THREADS=$${OPENBLAS_NUM_THREADS:-1} PYTHONUNBUFFERED=1
+	OPENBLAS_NUM_THREADS=$${OPENBLAS_NUM_THREADS:-1} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=
 
 STAMP := $(VENV)/.sparseps-installed
 QUICKSTART_STAMP := $(VENV)/.quickstart-installed
@@ -24,11 +25,11 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart examples test container-test fuzz fuzz-service chaos soak lint format smoke docs stubs references bench gpu scale compare evidence rivals wheel release-check clean
+.PHONY: help venv quickstart examples test container-test fuzz fuzz-service simulate chaos soak lint format smoke docs stubs references bench gpu scale compare evidence rivals wheel release-check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo 'ARGS="..." goes to the program behind quickstart, examples, test, fuzz, chaos, soak, bench, scale, compare, evidence, rivals, wheel and release-check; PYTHON=python3.12 picks the interpreter.'
+	@echo 'ARGS="..." goes to the program behind quickstart, examples, test, fuzz, simulate, chaos, soak, bench, scale, compare, evidence, rivals, wheel and release-check; PYTHON=python3.12 picks the interpreter.'
 
 venv: $(STAMP) ## Set up .venv with the tested versions of everything
 
@@ -67,6 +68,9 @@ container-test: venv ## Build the image and train in its containers, from the ma
 fuzz: venv ## Look for hostile chunks that no test has; ARGS="--seconds 600 --codec rice"
 	@$(PIP) install --quiet -c constraints.txt -e '.[fuzz]'
 	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m tools.fuzz_codecs $(ARGS)
+
+simulate: venv ## Live through whole runs in virtual time, with disks and connections that fail; half an hour, ARGS="--histories N --seed S"
+	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m tests.simulator $(ARGS)
 
 chaos: venv ## Break real servers, workers and connections, cut the power of disks, and account for every push, reply and publication; about twenty minutes
 	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m verify $(ARGS)

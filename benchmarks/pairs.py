@@ -54,11 +54,11 @@ class Checkout:
     def execute(self, command: Sequence[str], seconds: float) -> dict[str, float]:
         """Run Python with this checkout's modules; return the JSON object of its last line."""
         here = Path(self._caches.name)
-        caches = {"PYTHONPYCACHEPREFIX": str(here / "pycache"), "NUMBA_CACHE_DIR": str(here / "numba")}
+        apart = {"PYTHONDONTWRITEBYTECODE": "1", "NUMBA_CACHE_DIR": str(here / "numba"), "PYTHONPATH": str(self.root)}
         process = subprocess.Popen(
             [sys.executable, *command],
             cwd=here,
-            env={**os.environ, **caches, "PYTHONPATH": str(self.root)},
+            env={**os.environ, **apart},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

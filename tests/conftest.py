@@ -1,10 +1,14 @@
 """What every test shares: a clean environment, one torch thread, and the reason for skipping CUDA tests."""
 
+import gc
+import importlib
 import multiprocessing.util
 import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +29,32 @@ _JOB_VARIABLES = (
     *("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
     *("SLURM_NTASKS", "SLURM_PROCID", "JOB_COMPLETION_INDEX"),
 )
+
+
+def pytest_collection(session):
+    """Load the modules of tests from another one on than the other processes of the run, which load all of them too.
+
+    A process finds what the others have compiled meanwhile, instead of compiling all modules at the same time as they.
+    """
+    gc.disable()  # until everything is loaded
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None:
+        return
+    folders = [Path(given) for given in session.config.args]
+    modules = sorted(module for folder in folders if folder.is_dir() for module in folder.rglob("test_*.py"))
+    first = len(modules) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+    for module in modules[first:] + modules[:first]:
+        if str(module.parent) not in sys.path:
+            sys.path.insert(0, str(module.parent))
+        with suppress(Exception, pytest.skip.Exception):  # pytest imports it again, and tells of it
+            importlib.import_module(module.stem)
+
+
+def pytest_collection_finish():
+    """Let the collector look no more at modules and tests: a test that calls it waits a second each time."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -68,8 +98,22 @@ def determinism():
     torch.manual_seed(0)
 
 
-def pytest_collection_modifyitems(items):
-    """Skip CUDA tests where there is no device, and say so."""
+def pytest_collection_modifyitems(config, items):
+    """Let each process begin with its share of the slow tests; skip CUDA tests without a device, and say so.
+
+    A process first gets an equal part of the list, and may give away the end of it: a slow test that comes last is what
+    all others wait for.
+    """
+    count, total = getattr(config, "workerinput", {}).get("workercount", 1), len(items)
+    slow = [item for item in items if "slow" in item.keywords]
+    rest = [item for item in items if "slow" not in item.keywords]
+    items.clear()
+    for number in range(count):
+        items += slow[number::count]
+        others = max(0, total * (number + 1) // count - len(items))
+        items += rest[:others]
+        rest = rest[others:]
+    items += rest
     if torch.cuda.is_available():
         return
     for item in items:

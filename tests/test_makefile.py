@@ -23,7 +23,7 @@ def planned(target, venv, *variables):
 
 
 PROGRAMS = (
-    *("examples", "container-test", "fuzz-service", "chaos", "soak"),
+    *("examples", "container-test", "fuzz-service", "simulate", "chaos", "soak"),
     *("bench", "gpu", "scale", "compare", "evidence", "rivals"),
 )
 

@@ -29,6 +29,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "quickstart": (f"ARGS=--quick --methods dgs --out {OUT}/quickstart",),
     "fuzz": (f"ARGS=--seconds 5 --codec rice --output {OUT}/fuzz",),
     "fuzz-service": ("ARGS=--inputs 500",),
+    "simulate": ("ARGS=--histories 100",),
     "chaos": (f"ARGS=--only kills power-cuts --kills 2 --cuts 3 --workers 2 --readers 1 --output {OUT}/chaos",),
     "soak": (f"ARGS=--minutes 0.1 --workers 2 --hidden 64 --output {OUT}/soak",),
     "format": ("SOURCES=tools",),

@@ -22,6 +22,7 @@ from verify.campaign import Campaign
 from verify.client.caller import LeaseLostError, RefusedError, StuckError
 from verify.client.replica import BrokenReplyError
 from verify.cluster import release_before
+from verify.cluster.forked import forked_processes
 from verify.cluster.release_before import NoReleaseBeforeError
 from verify.cluster.servers import StartFailedError, end_on_sigterm
 from verify.failpoint.bit_flips import Flips
@@ -134,6 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not scenarios:
             print(notes[-1])
             return _SKIPPED
+        stack.enter_context(forked_processes())  # no earlier: forks share the mounts that are there at the first
         progress = stack.enter_context(Progress(len(scenarios)))
         for number, (name, begin) in enumerate(scenarios):
             progress.section(name)

@@ -29,7 +29,8 @@ _SHARDS = 2
 _HIDDEN = 64
 _CALL_SECONDS, _NAMED_SECONDS = 30.0, 30.0
 _COMMAND_SECONDS = 120.0
-_APART_SECONDS = 3.0, 5.0
+_SNAPSHOT_SECONDS = 1.0
+_APART_SECONDS = 1.0, 2.0  # long enough for a snapshot of its own
 _POLL_SECONDS = 0.1
 
 
@@ -43,7 +44,9 @@ class Backups(Training):
         started, plan = time.monotonic(), self.plan
         self.directory.mkdir(parents=True)
         with ExitStack() as stack:
-            servers = stack.enter_context(self.servers(self.directory, keep_snapshots=4))
+            servers = stack.enter_context(
+                self.servers(self.directory, keep_snapshots=4, snapshot_seconds=_SNAPSHOT_SECONDS)
+            )
             team = Team(",".join(servers.addresses), self.directory, plan.workers, hidden=_HIDDEN, pause=plan.pause)
             stack.callback(team.close)
             with self.trained_by(team):

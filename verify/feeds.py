@@ -16,7 +16,6 @@ from pathlib import Path
 import psclient
 from psclient.errors import ServerNotReadyError
 from verify.client import wire
-from verify.cluster.forked import forked_processes
 from verify.cluster.servers import Servers
 from verify.cluster.waiting import until
 from verify.failpoint.feed_followers import FeedFollowerFaults
@@ -78,7 +77,6 @@ class Feeds:
             cut_seconds=0.05,
         )
         with ExitStack() as stack:
-            stack.enter_context(forked_processes())
             network = stack.enter_context(Network(servers.ports, rng.getrandbits(32)))
             servers.coordinator = network.addresses[0]
             stack.enter_context(servers)

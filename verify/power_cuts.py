@@ -28,7 +28,6 @@ from pathlib import Path
 import numpy as np
 
 from verify.client import wire
-from verify.cluster.forked import forked_processes
 from verify.cluster.servers import Servers, StartFailedError
 from verify.failpoint import boots
 from verify.forgetful.disk import Cut, ForgetfulDisk
@@ -74,7 +73,6 @@ class PowerCuts:
         started, plan, rng = time.monotonic(), self.plan, self._rng
         self.directory.mkdir(parents=True)
         with ExitStack() as stack:
-            stack.enter_context(forked_processes())
             self._disk = stack.enter_context(ForgetfulDisk(self.directory / "disk", rng.getrandbits(32)))
             self._servers = Servers(
                 1,

@@ -74,10 +74,14 @@ class Training:
 
     @contextmanager
     def trained_by(self, team: Team, first_seconds: float = ANSWER_SECONDS) -> Iterator[None]:
-        """Run a block once every trainer has made its first step; one that fails ends the block, and is noted."""
+        """Run a block once every trainer has made its first step; one that fails ends the block, and is noted.
+
+        Raises:
+            TrainerFailedError: one has made no first step.
+        """
+        for trainer in team.living:
+            trainer.answer("ms", first_seconds)
         try:
-            for trainer in team.living:
-                trainer.answer("ms", first_seconds)
             yield
         except TrainerFailedError as error:
             self.result.failures.append(f"{error}; see {self.directory / 'trainers.log'}")

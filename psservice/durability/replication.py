@@ -152,6 +152,8 @@ class Replication:
         with self._changed:
             now, position = self._clock(), self._position
             is_whole = position >= newest
+            if is_whole:  # it may have been answered between the writing of its last bytes and the new version
+                self._version = version
             same_segment = position.segment == newest.segment
             return StandbyProgress(
                 self._standby,

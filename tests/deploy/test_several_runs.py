@@ -29,8 +29,7 @@ def copy(tmp_path_factory):
 def runs(copy, monkeypatch):
     """Returns the names of two overlays that are the same but for the second one's suffix."""
     monkeypatch.setattr(manifests, "KUBERNETES", copy)
-    yield lambda overlay: (overlay, f"{overlay}-b")
-    manifests.build.cache_clear()
+    return lambda overlay: (overlay, f"{overlay}-b")
 
 
 def labels_of(overlay):

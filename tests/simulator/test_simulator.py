@@ -7,11 +7,10 @@ while its source is away, new readers get a cut of it.
 In some each shard has a standby, hosts burn with their disks, and the standbys serve.
 Processes die at any write, lose power, find no room, cannot sync; connections break at any message; operators take
 snapshots and go back. Every push that was answered is in the parameters exactly once, bit for bit; every reply has what
-its version had; every cut of a feed is one publication; and nobody waits for ever. SIMULATOR_HISTORIES and
-SIMULATOR_SEED choose other histories.
+its version had; every cut of a feed is one publication; and nobody waits for ever. ``make simulate`` has more,
+and ``make smoke`` some of them.
 """
 
-import os
 import time
 
 import numpy as np
@@ -33,35 +32,48 @@ from psservice.state.pushes import Pushes
 from psservice.state.v1 import journal_pb2 as rec
 from tests.psservice.durability.memory_disk import Handle, MemoryDisk
 from tests.simulator import simulation
-from tests.simulator.simulation import simulate
+from tests.simulator.simulation import METHODS, Simulation, simulate
 from tests.simulator.witness import BrokenPromiseError
 
-HISTORIES = int(os.environ.get("SIMULATOR_HISTORIES", "100"))
-FIRST_SEED = int(os.environ.get("SIMULATOR_SEED", "0"))
+FIRST_SEED, HISTORIES = 54, 20  # among which every kind is
 FOUND_WITHIN = 300  # histories: some promises are seldom put to the test, and the first breach ends it
 SECONDS = 600  # of a busy machine
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
 def test_every_promise_is_kept_in_every_history(capsys):
     began = time.monotonic()
     lost_disks = simulate(FIRST_SEED, HISTORIES)
     rate = 60 * HISTORIES / (time.monotonic() - began)
+    assert lost_disks > 0
     with capsys.disabled():
         print(f" {HISTORIES} histories, {rate:.0f} a minute, {lost_disks} lost disks ", end="")
 
 
+def test_every_kind_is_among_the_histories():
+    kinds = [Simulation(seed) for seed in range(FIRST_SEED, FIRST_SEED + HISTORIES)]
+    assert {kind.method for kind in kinds} == METHODS.keys()
+    assert {kind.num_shards for kind in kinds} == {1, 2, 3}
+    assert {kind.server_options["fsync"] for kind in kinds} == {"always", "interval", "never"}
+    assert {kind.server_options["down_mode"] for kind in kinds} == {"exact", "auto", "topk"}
+    assert any("ssp_bound" in kind.server_options for kind in kinds)
+    assert any(kind.is_feed and kind.has_relay for kind in kinds)
+    assert any(not kind.is_feed and kind.has_relay for kind in kinds)
+    assert any(kind.has_standby for kind in kinds)
+
+
 @pytest.mark.timeout(SECONDS)
 @pytest.mark.parametrize(
-    ("where", "call", "broken"),
+    ("where", "call", "broken", "first"),
     [
-        (Handle, "sync", lambda *_: None),
-        (MemoryDisk, "sync", lambda *_: None),
-        (Pushes, "push", lambda *_: None),
-        (CopyOnWrite, "overwrites", lambda *_: None),
-        (Stamps, "note", lambda *_: None),
-        (Stamps, "distances", lambda self, version, offsets: np.zeros(offsets.size, np.uint16)),
-        (Tracks, "move", lambda *_: None),
+        (Handle, "sync", lambda *_: None, 2),
+        (MemoryDisk, "sync", lambda *_: None, 1),
+        (Pushes, "push", lambda *_: None, 0),
+        (CopyOnWrite, "overwrites", lambda *_: None, 2),
+        (Stamps, "note", lambda *_: None, 2),
+        (Stamps, "distances", lambda self, version, offsets: np.zeros(offsets.size, np.uint16), 1),
+        (Tracks, "move", lambda *_: None, 19),
     ],
     ids=[
         "a journal that is not synced",
@@ -73,10 +85,11 @@ def test_every_promise_is_kept_in_every_history(capsys):
         "steps that are not counted",
     ],
 )
-def test_a_shard_that_breaks_a_promise_is_found_out(where, call, broken, monkeypatch):
+def test_a_shard_that_breaks_a_promise_is_found_out(where, call, broken, first, monkeypatch):
+    """The first seed is one that finds it now; after a change of the code, one of those behind it may."""
     monkeypatch.setattr(where, call, broken)
     with pytest.raises(BrokenPromiseError):
-        simulate(0, FOUND_WITHIN)
+        simulate(first, FOUND_WITHIN)
 
 
 @pytest.mark.timeout(SECONDS)
@@ -84,7 +97,7 @@ def test_answers_that_do_not_wait_for_the_standby_are_found_out(monkeypatch):
     monkeypatch.setattr(Replication, "wait", lambda *_: None)
     monkeypatch.setattr(simulation, "STANDBY_SHARE", 1.0)
     with pytest.raises(BrokenPromiseError):
-        simulate(0, FOUND_WITHIN)
+        simulate(3, FOUND_WITHIN)
 
 
 @pytest.mark.timeout(SECONDS)
@@ -92,7 +105,7 @@ def test_a_standby_that_follows_a_shard_which_has_lost_something_is_found_out(mo
     monkeypatch.setattr(Replication, "part", lambda *_: None)
     monkeypatch.setattr(simulation, "STANDBY_SHARE", 1.0)
     with pytest.raises(BrokenPromiseError):
-        simulate(0, FOUND_WITHIN)
+        simulate(18, FOUND_WITHIN)
 
 
 def _publish_what_is_staged_again(feed, publish=FeedShard.publish):
@@ -114,12 +127,12 @@ def _commit_without_a_record_of_publications(shard, record, *rest, commit=Shard.
 
 @pytest.mark.timeout(SECONDS)
 @pytest.mark.parametrize(
-    ("where", "call", "broken"),
+    ("where", "call", "broken", "first"),
     [
-        (FeedShard, "publish", _publish_what_is_staged_again),
-        (FeedShard, "publish", _publish_the_words_before),
-        (cuts, "_may_be_a_cut", lambda *_: True),
-        (Shard, "commit", _commit_without_a_record_of_publications),
+        (FeedShard, "publish", _publish_what_is_staged_again, 0),
+        (FeedShard, "publish", _publish_the_words_before, 0),
+        (cuts, "_may_be_a_cut", lambda *_: True, 5),
+        (Shard, "commit", _commit_without_a_record_of_publications, 0),
     ],
     ids=[
         "a publication that stays staged",
@@ -128,10 +141,10 @@ def _commit_without_a_record_of_publications(shard, record, *rest, commit=Shard.
         "publications that are not written down",
     ],
 )
-def test_a_shard_of_a_feed_that_breaks_a_promise_is_found_out(where, call, broken, monkeypatch):
+def test_a_shard_of_a_feed_that_breaks_a_promise_is_found_out(where, call, broken, first, monkeypatch):
     monkeypatch.setattr(where, call, broken)
     with pytest.raises(BrokenPromiseError):
-        simulate(0, FOUND_WITHIN, "feed")
+        simulate(first, FOUND_WITHIN, "feed")
 
 
 def _stage_some_of_it(shard, base, version, name, update, buffers, stage=RelayedShard.stage):
@@ -150,12 +163,12 @@ def _half_of(update):
 
 @pytest.mark.timeout(SECONDS)
 @pytest.mark.parametrize(
-    "patches",
+    ("patches", "first"),
     [
-        [(RelayedShard, "stage", _stage_some_of_it)],
-        [(cuts, "_may_be_a_cut", _any_cut_of_a_relay), (Relay, "is_together", lambda relay: True)],
-        [(Relaying, "others_have", lambda relaying, name: True)],
-        [(following.publication, "hear_relayed", lambda shard, name: None)],
+        ([(RelayedShard, "stage", _stage_some_of_it)], 1),
+        ([(cuts, "_may_be_a_cut", _any_cut_of_a_relay), (Relay, "is_together", lambda relay: True)], 7),
+        ([(Relaying, "others_have", lambda relaying, name: True)], 9),
+        ([(following.publication, "hear_relayed", lambda shard, name: None)], 0),
     ],
     ids=[
         "half of a version",
@@ -164,9 +177,10 @@ def _half_of(update):
         "shards that do not publish what shard 0 has published",
     ],
 )
-def test_a_relay_that_breaks_a_promise_is_found_out(patches, monkeypatch):
+def test_a_relay_that_breaks_a_promise_is_found_out(patches, first, monkeypatch):
     for patch in patches:
         monkeypatch.setattr(*patch)
     monkeypatch.setattr(simulation, "RELAY_SHARE", 1.0)
+    monkeypatch.setattr(simulation, "LONGEST_SECONDS", 1500.0)  # a breach may be a wait; without one they take 1,300
     with pytest.raises(BrokenPromiseError):
-        simulate(0, FOUND_WITHIN, "feed")
+        simulate(first, FOUND_WITHIN, "feed")

@@ -11,7 +11,7 @@ from tests.psclient.method_makers import EPS, METHODS, Tensors, come_back, dense
 
 SIZE = 40
 VALUES = tuple(VALUE_CODECS)
-some = settings(deadline=None, max_examples=25)
+some = settings(deadline=None, max_examples=10)  # of each of 64 cases
 
 
 def close(left, right, magnitude, steps):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from psservice.durability.replication import Replication
 from psservice.settings import ServerSettings
 from psservice.storage import parts
 from psservice.storage.environment import MACHINE
@@ -170,6 +171,19 @@ def test_nothing_counts_of_a_standby_that_has_another_model(primary, tmp_path):
     replication.compared(held)
     assert replication.progress(held.position, 1).behind_bytes, "what is behind that model's snapshot is of no use"
     replica.close()
+
+
+def test_a_standby_that_had_everything_lacks_the_versions_since_then():
+    """Also if it was answered when the bytes of the last version were written, and the version was not yet there."""
+    replication = Replication(lambda: 0.0, is_required=False)
+    held = HeldPart(Position(1, 100), b"a segment", 7)
+    replication.begin(held.generation)
+    replication.hear("standby", held)
+    replication.compared(held)
+    replication.answer(held.position, 4)
+    replication.hear("standby", held)
+    assert replication.progress(held.position, 5).behind_versions == 0
+    assert replication.progress(Position(1, 160), 6).behind_versions == 1
 
 
 def test_a_standbys_journal_is_forced_to_the_disk_every_period(primary, tmp_path):

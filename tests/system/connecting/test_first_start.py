@@ -33,6 +33,7 @@ def train(cache, **options):
     return [line for line in done.stderr.splitlines() if "compil" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3 * LIMIT_SECONDS)
 def test_a_training_finds_compiled_what_the_commands_compile_and_else_says_once_that_it_compiles(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path)}

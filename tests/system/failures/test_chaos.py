@@ -71,7 +71,7 @@ def test_two_releases_train_together_and_take_over_each_others_data(tmp_path):
         release_before.require_history()
     except NoReleaseBeforeError as error:
         pytest.skip(str(error))
-    words = ["--only", "releases", "--kills", "18", "--workers", "2", "--output", str(tmp_path)]
+    words = ["--only", "releases", "--kills", "18", "--workers", "2", "--pause", "0.1", "--output", str(tmp_path)]
     run = subprocess.run([sys.executable, "-m", "verify", *words], capture_output=True, text=True, timeout=690)
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads((tmp_path / "chaos.json").read_text())

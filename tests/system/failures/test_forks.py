@@ -9,9 +9,10 @@ from psclient.rpc.local_server import LocalServer
 
 pytestmark = pytest.mark.executes_python  # who loads gRPC first, and in which environment, is what is tested
 
-FORKS = 120
+FORKS = 40  # each method forks in each way
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_forked_processes_live_beside_a_training_worker():
     methods = ["--method", "dgs", "--method", "server rmsprop"]

@@ -13,6 +13,8 @@ from psclient.rpc.local_server import LocalServer
 from pscore.selection.cuda.launches import DeviceKernels
 from tests.system.tools import QUICK, make_data, make_model, train_step
 
+STEPS = 8
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_cuda.py trains on the device itself")
 
 
@@ -42,10 +44,10 @@ def test_a_worker_trains_and_has_the_servers_model(down_mode, overlap, launches)
             overlap=overlap,
         ) as optimizer:  # fmt: skip
             x, y = make_data()
-            losses = [train_step(model, optimizer, x, y) for _ in range(15)]
+            losses = [train_step(model, optimizer, x, y) for _ in range(STEPS)]
             optimizer.pull()
             steps = [entry for entry in launches if entry[0] == "launch"]
-            assert len(steps) <= 15 + 12, "a launch a step, and searches while thresholds settle"
+            assert len(steps) <= STEPS + 12, "a launch a step, and searches while thresholds settle"
             assert ("scatter", True) in launches
             if down_mode == "exact":
                 state = psclient.download(server.server)
