@@ -148,11 +148,15 @@ class Replication:
             return self._position.segment if self._is_connected(self._clock()) else None
 
     def progress(self, newest: Position, version: int) -> StandbyProgress:
-        """Return how far the standby is from the newest position and version."""
+        """Return how far the standby is from the newest position and version.
+
+        If it has all of the journal, it is noted to have the version too: it may have answered between the writing of
+        its last bytes and the new version.
+        """
         with self._changed:
             now, position = self._clock(), self._position
             is_whole = position >= newest
-            if is_whole:  # it may have been answered between the writing of its last bytes and the new version
+            if is_whole:
                 self._version = version
             same_segment = position.segment == newest.segment
             return StandbyProgress(
