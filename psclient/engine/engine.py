@@ -9,10 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
 from typing import TypeVar
 
-import numpy as np
 import torch
 
 from psclient.compress.gradients import Gradients, PushedGradients, Scale, refuse_unsound, require_trainable
@@ -26,6 +24,7 @@ from psclient.engine.lifecycle import Lifecycle
 from psclient.engine.mgs import LayerDensity, MergedGradients
 from psclient.engine.overlap import Overlap
 from psclient.engine.sample_counter import SampleCounter
+from psclient.engine.segments import joined
 from psclient.engine.worker_metrics import WorkerMetrics
 from psclient.errors import (
     REJOIN_REASONS,
@@ -49,7 +48,7 @@ from psclient.rpc.run import Run
 from psclient.rpc.shard_stream import PulledReply, PushPart, ShardStream
 from psclient.settings import ClientSettings
 from pscore.model.layout import Span
-from pscore.model.sparse_slice import SparseSlice, entries, merge
+from pscore.model.sparse_slice import SparseSlice, entries
 from pscore.names import shown
 from pscore.selection import SELECTORS
 from pscore.selection.cuda.launches import UnsoundError
@@ -62,8 +61,6 @@ Result = TypeVar("Result")
 
 _CLOSING_SECONDS = 5.0  # an end must not wait for a server that is gone
 _LEAVING_SECONDS = 5.0  # for calls whose answers are of no consequence, and threads that end
-
-_LONG_RUN = 1 << 14  # elements of a dense run that is sent apart from the sparse entries beside it
 
 _SAMPLED_STEPS = 16
 """Between two looks for parameters that were written to without a trace; each reads some hundred KB twice."""
@@ -856,62 +853,3 @@ class Engine:
         report.pull_entries = sum(reply.spilled + entries(reply.segments) for reply in replies.values())
         if self._awaited_commit_at:  # a push has been answered
             report.round_trip_seconds = max(reply.arrived for reply in replies.values()) - self._awaited_commit_at
-
-
-def joined(span: Span, sent: Iterable[SparseSlice]) -> list[SparseSlice]:
-    """Return a group's entries, ascending: as one sparse segment, or as dense runs.
-
-    Dense runs beside sparse entries are written out as entries of these, but for long ones.
-    """
-    found = [segment for segment in sent if segment.entries]
-    if len({segment.values.device for segment in found}) > 1:  # a model spread over devices meets on the host
-        found = [segment.cpu() for segment in found]
-    found.sort(key=lambda segment: segment.span.start)
-    if any(before.span.end > after.span.start for before, after in pairwise(found)):
-        return [_ascending(one) for one in _merged(span, found)]
-    found = _dense_runs(found)
-    if all(segment.offsets is None for segment in found):
-        return found
-    parts = [(is_long, list(part)) for is_long, part in groupby(found, _is_long_run)]
-    if len(parts) == 1:
-        return _merged(span, found)
-    return [
-        one
-        for is_long, part in parts
-        for one in (part if is_long else _merged(Span(part[0].span.start, part[-1].span.end), part))
-    ]
-
-
-def _is_long_run(segment: SparseSlice) -> bool:
-    return segment.offsets is None and segment.entries >= _LONG_RUN
-
-
-def _merged(span: Span, segments: Iterable[SparseSlice]) -> list[SparseSlice]:
-    one = merge(span, segments)
-    return [] if one is None else [one]
-
-
-def _dense_runs(segments: Sequence[SparseSlice]) -> list[SparseSlice]:
-    """Join dense neighbours; the others stay as they are."""
-    runs: list[list[SparseSlice]] = []
-    for segment in segments:
-        before = runs[-1][-1] if runs else None
-        if before is not None and before.offsets is segment.offsets is None and before.span.end == segment.span.start:
-            runs[-1].append(segment)
-        else:
-            runs.append([segment])
-    return [
-        one
-        for run in runs
-        for one in (run if len(run) == 1 else _merged(Span(run[0].span.start, run[-1].span.end), run))
-    ]
-
-
-def _ascending(segment: SparseSlice) -> SparseSlice:
-    """Sort a segment's entries: those of some tensors may lie between those of others."""
-    assert segment.offsets is not None
-    if segment.offsets.is_cpu:
-        order = torch.from_numpy(np.argsort(segment.offsets.numpy(), kind="stable"))  # few sorted parts: fast
-    else:
-        order = segment.offsets.argsort()
-    return SparseSlice(segment.span, segment.offsets[order], segment.values[order])

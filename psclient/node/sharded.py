@@ -9,32 +9,30 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from isal.isal_zlib import crc32
 
-from psclient.compress.gradients import Gradients, Scale
+from psclient.compress.gradients import Gradients
 from psclient.compress.groups import ParamGroups
-from psclient.compress.host_table import Choice, Sent
+from psclient.compress.host_table import Choice
 from psclient.compress.method import Method, State
-from psclient.compress.residuals import Memories
 from psclient.compress.selector import Grouping
-from psclient.errors import ConfigurationError, SparsepsError
+from psclient.errors import SparsepsError
 from psclient.model.blocks import Block, block_of, describe_blocks, owners_of, read_blocks
 from psclient.model.module import TrainedModel
 from psclient.model.part import fill, range_of
-from psclient.model.replica import DIGEST_BLOCK
 from psclient.model.requirements import is_dtensor
 from psclient.node.comm import NodeComm
 from psclient.node.rank import Rank, Selected, joined_offsets, octets_in
+from psclient.node.sharded_selection import ShardedSelection
+from psclient.node.sharded_values import ShardedValues
 from psclient.ranks import RemoteError
-from psclient.report import StepReport
-from pscore.model.layout import ModelLayout, Span, digest_of
+from pscore.model.layout import Span, digest_of
 from pscore.model.sparse_slice import SparseSlice
 from pscore.selection import SELECTORS
-from pscore.wire.dense import bytes_of, cut
+from pscore.wire.dense import cut
 
 Found = TypeVar("Found")
 
@@ -414,146 +412,6 @@ class Sharded:
             offsets, values = joined_offsets(selected)
             self._comm.send(0, offsets)
             self._comm.send(0, values.numpy())
-
-
-class ShardedValues:
-    """The values of a model that ranks have in parts; see :class:`~psclient.engine.home.Values`."""
-
-    def __init__(self, ranks: Sharded, layout: ModelLayout) -> None:
-        self.layout = layout
-        self._ranks = ranks
-
-    def loaded(self) -> str | None:
-        """Return the name of a parameter that a script has written to, as the ranks have said when the call began."""
-        return self._name(self._ranks.loaded)
-
-    def drifted(self) -> str | None:
-        """Return the name of a parameter that was written to without a trace, likewise."""
-        name, self._ranks.drifted = self._name(self._ranks.drifted), []
-        return name
-
-    def _name(self, positions: Sequence[int]) -> str | None:
-        found = [position for position in positions if position >= 0]
-        return self.layout.parameters[min(found)].name if found else None
-
-    def written(self) -> list[int]:
-        """Return the positions of the parameters that scripts have written to in place."""
-        return self._ranks.written()
-
-    def accept(self) -> None:
-        """Note the current values as the known ones, on all ranks."""
-        self._ranks.loaded = []
-        self._ranks.tell("accept")
-        self._ranks.rank.values.accept()
-
-    def digest(self) -> bytes:
-        """Return what :meth:`Replica.digest` would of all values; those that no rank has whole are read here."""
-        known, digest = self._ranks.checksums(), hashlib.sha256()
-        for position, spec in enumerate(self.layout.parameters):
-            if not spec.numel:
-                digest.update(crc32(b"").to_bytes(4, "little"))
-            for number, part in enumerate(cut(self.layout.span(position), DIGEST_BLOCK)):
-                checksum = known.get((position, number))
-                if checksum is None:
-                    [segment] = self._ranks.read(part)
-                    checksum = crc32(bytes_of(segment.values.to(spec.dtype)))
-                digest.update(checksum.to_bytes(4, "little"))
-        return digest.digest()
-
-    def not_finite(self) -> str | None:
-        """Return the name of the first parameter with a value that is not finite."""
-        return self._ranks.not_finite()
-
-    def sample(self) -> None:
-        """Have each rank remember the bits of a random part of its blocks."""
-        self._ranks.tell("sample")
-        self._ranks.rank.values.sample()
-
-    def read(self, span: Span) -> Iterator[SparseSlice]:
-        """Yield the values of a span, a parameter at a time, from the ranks that have them."""
-        return self._ranks.read(span)
-
-    def write(self, segments: Sequence[SparseSlice]) -> None:
-        """Have each rank write the values that lie in its blocks."""
-        for piece in self._ranks.spread("write", segments, adds=False):
-            self._ranks.rank.write([piece], adds=False)
-
-    def add(self, segments: Sequence[SparseSlice]) -> None:
-        """Have each rank add the differences that lie in its blocks."""
-        for piece in self._ranks.spread("write", segments, adds=True):
-            self._ranks.rank.write([piece], adds=True)
-
-    def open_fp32(self, span: Span) -> None:
-        """Have each rank keep fp32 copies of its half-precision blocks in a span."""
-        self._ranks.tell("open fp32", span=[span.start, span.end])
-        self._ranks.rank.open_fp32(span)
-
-
-class ShardedSelection:
-    """The selection from blocks on all ranks; see :class:`~psclient.engine.home.Selection`.
-
-    Attributes:
-        memories: of the leader's own blocks.
-    """
-
-    on_one_device = False
-
-    def __init__(self, ranks: Sharded, groups: ParamGroups, memories: Memories) -> None:
-        self._ranks, self._groups, self.memories = ranks, groups, memories
-
-    def compress(self, group: range, gradients: Gradients, scale: Scale, report: StepReport) -> Sent:
-        """Have each rank select from its blocks of a group; after an error all has been restored."""
-        values, factor, rank = self._values(), float(scale), self._ranks.rank
-        slices, selected, faults = self._ranks.select(
-            "compress", group, values, lambda: rank.compress(group, values, factor), scale=factor
-        )
-        if faults:
-            self.restore(slices)
-            raise faults[0]
-        report.wanted_entries += sum(each.wanted for each in selected)
-        report.selected_entries += sum(each.found for each in selected)
-        entries: dict[int, int] = defaultdict(int)
-        for each in selected:
-            for position, part in each.entries:
-                entries[position] += part.entries
-        return Sent(slices, entries, is_finite=True)
-
-    def take_residuals(self, group: range) -> list[SparseSlice]:
-        """Take everything out of the residuals of a group, on all ranks."""
-        values, rank = self._values(), self._ranks.rank
-        slices, _, faults = self._ranks.select(
-            "take residuals", group, values, lambda: rank.take_residuals(group, values)
-        )
-        if faults:
-            self.restore(slices)
-            raise faults[0]
-        return slices
-
-    def _values(self) -> list[dict[str, float]]:
-        """Return the hyper-parameters of the push that are numbers, a mapping a group."""
-        groups = [self._groups.values(number) for number in range(len(self._groups.all))]
-        return [
-            {name: float(value) for name, value in group.items() if isinstance(value, int | float | np.number)}
-            for group in groups
-        ]
-
-    def abandon(self) -> None:
-        """Restore what ranks have selected for groups that :meth:`compress` was not asked for."""
-        self._ranks.tell("abandon")
-        self._ranks.rank.abandon()
-
-    def restore(self, slices: Iterable[SparseSlice], *, at_once: bool = True) -> None:
-        """Add entries that did not arrive to the residuals of the ranks whose blocks they lie in."""
-        for piece in self._ranks.spread("restore", slices, at_once=at_once):
-            self._ranks.rank.restore([piece], at_once=at_once)
-
-    def fill_memories(self) -> None:
-        """Have every memory that the method keeps of the leader's blocks; the others do so by themselves."""
-        self._ranks.rank.fill_memories()
-
-    def take_off_unsent(self) -> NoReturn:
-        """Refuse: the leader has no other rank's residuals."""
-        raise ConfigurationError("lookahead() is not for several ranks that are one worker")
 
 
 def _sparse(parts: Sequence[tuple[Block, SparseSlice]]) -> SparseSlice:

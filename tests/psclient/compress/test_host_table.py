@@ -14,7 +14,7 @@ from psclient.compress.gradients import Gradients, finite
 from psclient.compress.groups import ParamGroups
 from psclient.compress.host_table import Choice
 from psclient.compress.selector import Selector
-from psclient.engine.engine import joined
+from psclient.engine.segments import joined
 from psclient.errors import ModelChangedError, NonFiniteGradientError, UpdateOverflowError
 from psclient.model.module import describe
 from psclient.optim.asgd import METHOD as ASGD

@@ -2,7 +2,7 @@
 
 import torch
 
-from psclient.engine.engine import joined
+from psclient.engine.segments import joined
 from psclient.rpc.shard_stream import as_decoded
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
