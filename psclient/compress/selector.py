@@ -110,6 +110,7 @@ class Selector:
         self._on_host = np.array([parameter.device not in self._kernels for parameter in model.parameters], bool)
         self.memories = Memories(model.layout, model.parameters, states, self._on_host)
         self._taken: Taken | None = None
+        self._states = states  # as they were at the last look
         self._by_rows: set[int] = set()  # positions of which a gradient has named its rows
         self._owed: dict[int, Integers] = {}  # rows whose entries were not applied, and go with the next push
 
@@ -243,7 +244,7 @@ class Selector:
         where = gradients.positions[low:high]
         named = np.array([position in gradients.rows for position in where.tolist()] if gradients.rows else [], bool)
         if named.any():
-            self._keep_on_host(where[named])
+            self._begin_rows(where[named])
         key = group.start, group.stop, low, where.tobytes(), named.tobytes()
         if key not in self._known:
             self._kept += len(where)
@@ -282,13 +283,26 @@ class Selector:
             )
         return self._known[key]
 
-    def _keep_on_host(self, positions: Integers) -> None:
-        """Have the memories of tensors here, of which few rows are used in a step, and not on their device."""
-        self._by_rows.update(positions.tolist())
+    def _begin_rows(self, positions: Integers) -> None:
+        """Have the memories of tensors here, of which few rows are used in a step, and not on their device.
+
+        The first time all rows with a residual are owed: of those from before, nobody knows which were refused.
+        """
+        if self._states is not self.memories.states:  # a state was loaded
+            self._states = self.memories.states
+            self._by_rows.clear()
+            self._owed.clear()
         if not self._on_host[positions].all():
             self._on_host[positions] = True
             self._known.clear()
             self._kept = 0
+        for position in positions.tolist():
+            if position not in self._by_rows and self.memories.has("residual", (position,))[0]:
+                table = self.memories.of("residual", position).reshape(
+                    self._model.layout.parameters[position].shape[0], -1
+                )
+                self._owed[position] = table.any(1).nonzero().view(-1).numpy()
+            self._by_rows.add(position)
 
     def _without_overflow(self, sent: Iterable[SparseSlice], members: Members) -> str:
         """Restore the finite entries and clear the others in all memories; return the name of a tensor of theirs."""

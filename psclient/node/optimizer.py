@@ -93,7 +93,8 @@ class NodeOptimizer(Optimizer):
         settings: everything else about the connection.
         timeout_seconds: how long a process of the node may let the others wait; by default what the settings give the
             leader to wait for a server, three times over, and a minute.
-        **options: the method's own arguments, as ``lr``.
+        *arguments: the method's own arguments, behind the parameters, as the name of a server's optimizer.
+        **options: the same by name, as ``lr``.
 
     Raises:
         SparsepsError: as the method does, on every process.
@@ -104,7 +105,7 @@ class NodeOptimizer(Optimizer):
         self,
         method: Callable[..., ParameterServerOptimizer],
         params: Params,
-        *,
+        *arguments: Any,
         model: torch.nn.Module | None = None,
         group: dist.ProcessGroup | None = None,
         server: Server | None = None,
@@ -145,7 +146,7 @@ class NodeOptimizer(Optimizer):
             weakref.finalize(self, self._samples.close)
 
         def join(_: int) -> None:
-            self._own = method(self.param_groups, model=module, settings=resolved, **options, **more)
+            self._own = method(self.param_groups, *arguments, model=module, settings=resolved, **options, **more)
             self._own._gradients_are_its_own = True  # the node's, which pushes them once
 
         try:

@@ -105,7 +105,8 @@ class OptimizerSpec:
         found = _mapping(text, "optimizer", {"name", "options"})
         name = _name(found)
         if name not in optimizers():
-            raise bad(f"there is no optimizer {name!r} here; there are {', '.join(optimizers())}")
+            hint = "; Adam with lazy=True steps the entries that are sent alone" if name == "SparseAdam" else ""
+            raise bad(f"there is no optimizer {name!r} here; there are {', '.join(optimizers())}{hint}")
         return cls(name, _checked(name, found.get("options", {})))
 
     @property

@@ -198,6 +198,25 @@ def test_what_came_back_goes_with_a_dense_gradient_and_with_a_flush():
             assert sent[3].tolist() == pytest.approx([0.1] * 6)
 
 
+def test_what_came_back_of_a_dense_gradient_and_of_a_loaded_state_goes_with_the_next_rows():
+    for loads in (False, True):
+        worker = Worker(ASGD, momentum=0.0)
+        worker.compress({0: torch.ones(SHAPES[0])})
+        lost = SparseSlice(Span(0, 240), torch.tensor([18, 239]), torch.tensor([1.0, 2.0]))
+        worker.selector.restore([lost])
+        if loads:
+            worker.compress({0: named(SHAPES[0], [3, 39], torch.zeros(2, 6))})  # they have gone, and come back
+            worker.selector.restore([lost])
+            loaded = defaultdict(dict)
+            for parameter in worker.parameters:
+                found = worker.states[parameter]
+                loaded[parameter] = {name: memory.clone() for name, memory in found.items() if name == "residual"}
+            worker.states = worker.selector.memories.states = loaded
+        sent = worker.part(worker.compress({0: named(SHAPES[0], [5], torch.ones(1, 6))}), 0)
+        assert sent.isfinite().any(1).nonzero().view(-1).tolist() == [3, 5, 39]
+        assert (sent[3, 0].item(), sent[39, 5].item()) == (1.0, 2.0)
+
+
 def test_no_row_is_no_entry():
     worker = Worker(DGS)
     sent = worker.compress({0: named(SHAPES[0], [], torch.zeros(0, 6)), 1: torch.ones(7)})

@@ -162,3 +162,15 @@ def test_nccl_gets_the_tensors_of_gpus_and_no_others(alone, monkeypatch):
     comm.broadcast_tensors(tensors)
     assert sent["group"] == [("meta", 4 << 15), ("meta", 4 * (3 + 5))]
     assert sent["messages"] == [("cpu", 4 << 15), ("cpu", 4 * 7)]
+
+
+def test_arguments_behind_the_parameters_are_the_method_s(alone, server):
+    model = nn.Linear(4, 2)
+    made = psclient.NodeOptimizer(
+        psclient.ServerOptimizer, model.parameters(), "AdamW", {"lr": 0.5}, model=model, server=server
+    )
+    with made as optimizer:
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+        assert optimizer.version == 1
