@@ -17,7 +17,7 @@ class ServerAdagrad(ServerRule):
         r += g + wd·θ                                  # on every worker
         send s = Q(p) of p = top ρ of |r|;  r[sent] = 0
         server: v += s²
-                θ −= lr / (1 + t·lr_decay) · s / (√v + ε)        # t: pushes before that touched this shard
+                θ −= lr / (1 + t·lr_decay) · s / (√v + ε)        # t steps of all workers before
 
     A step costs the entries that are sent. A gradient of zero changes neither ``v`` nor ``θ``, so that a push of the
     touched rows of an ``nn.Embedding(sparse=True)`` is the same step as one of the whole table. The values are those of
@@ -26,7 +26,7 @@ class ServerAdagrad(ServerRule):
     Args:
         params: parameters or param groups.
         lr: learning rate.
-        lr_decay: by which the rate falls with the pushes of all workers; all workers must agree.
+        lr_decay: by which the rate falls with the steps of all workers; all workers must agree.
         eps: ``ε``, at least 1e-30; all workers must agree.
         initial_accumulator_value: ``v`` at first; all workers must agree.
         weight_decay: L2 penalty, added to the gradient on the worker.

@@ -89,11 +89,23 @@ class ScaledBySquares(UpdateRule):
         """Return ``α``, ``β`` and the factor of the learning rates, for the step behind so many."""
 
     def apply(self, push: SparseSlice | None, context: PushContext = PLAIN) -> ChangedIndices:
-        """Step once; a push without entries is no step."""
-        if push is None or not push.entries:
+        """Step once; a push without entries is a step of zeros if it has samples, as it may have entries elsewhere."""
+        has_entries = push is not None and push.entries > 0
+        if not has_entries and not context.samples:
             return changed_by(push)
         alpha, rest, slowed = self.coefficients(self._updates)
         factor = self._factor * alpha
+        if has_entries:
+            assert push is not None
+            self._step(push, context, slowed, factor, rest)
+        self._updates, self._factor = self._updates + 1, factor
+        if factor < _LEAST_FACTOR:
+            self.overwrites(self._squares, None)
+            self._squares.mul_(factor)
+            self._factor = 1.0
+        return changed_by(push)
+
+    def _step(self, push: SparseSlice, context: PushContext, slowed: float, factor: float, rest: float) -> None:
         rates = np.array(context.group_rates or self.rates, np.float32)[self._groups] * np.float32(slowed)
         scalars = np.float32(factor), np.float32(rest), self._eps
         for tensor in (self._theta, self._squares):
@@ -110,12 +122,6 @@ class ScaledBySquares(UpdateRule):
                 ErrorCode.NON_FINITE,
                 f"a gradient above {_LARGEST_GRADIENT:g} or a parameter above {_LARGEST_PARAMETER:g} is not stepped",
             )
-        self._updates, self._factor = self._updates + 1, factor
-        if factor < _LEAST_FACTOR:
-            self.overwrites(self._squares, None)
-            self._squares.mul_(factor)
-            self._factor = 1.0
-        return changed_by(push)
 
     def export(self) -> RuleState:
         """Return ``V``, its factor and the number of updates."""

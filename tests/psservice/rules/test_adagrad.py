@@ -83,6 +83,27 @@ def test_a_restored_rule_and_one_of_other_borders_go_on(options):
     assert bits(theta) == bits(copies[0]) == bits(copies[1])
 
 
+@pytest.mark.parametrize("name", ["Adagrad", "RMSprop"])
+def test_a_shard_that_a_push_sends_nothing_to_counts_the_step_all_the_same(name):
+    """As one shard would, which has all rows; a flush, which has no samples, is no step."""
+    options = SLOWED if name == "Adagrad" else {"lr": 0.05, "alpha": 0.6}
+    settings = {"update": name.lower(), "optimizer": json.dumps({"name": name, "options": options})}
+    spans = Span(0, 600), Span(600, SIZE)
+    whole, parts = random(0), [random(0)[span.start : span.end].clone() for span in spans]
+    one = rule_of(settings, whole)
+    two = [rule_of(settings, part, span) for part, span in zip(parts, spans, strict=True)]
+    for step in range(1, 30):
+        _, push = push_of(step, 0.1)
+        side = spans[step // 10 % 2]
+        here = push.clip(side)
+        offsets = here.offsets + side.start
+        one.apply(SparseSlice(Span(0, SIZE), offsets, here.values))
+        for rule, span in zip(two, spans, strict=True):
+            rule.apply(here if span == side else None)
+            rule.apply(None, PushContext(samples=0))
+    assert bits(torch.cat(parts)) == bits(whole)
+
+
 def test_groups_have_the_rates_that_a_push_brings():
     theta = torch.zeros(SIZE)
     rule = rule_of(said([{"tensors": [0, 2]}, {"tensors": [1], "options": {"lr": 0.5}}], lr=0.1), theta)
