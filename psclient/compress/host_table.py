@@ -1,5 +1,6 @@
 """The tensors of a group on the host as one table, whose updates one compiled call carries out and selects from."""
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,22 +26,34 @@ from pscore.selection.rule import Integers, Reals
 class WholeBuffer:
     """One fp32 array ``[size]`` that is used again and again: fresh memory of a model's size costs a pass of its own.
 
-    A part to which a push still refers is never given out a second time; its span gets fresh memory then.
+    A part to which a push or a reply still refers is never given out a second time; its span gets fresh memory then.
+    May be called from several threads.
     """
 
     def __init__(self, size: int) -> None:
-        self._size = size
+        self._size, self._lock = size, threading.Lock()
         self._array: Reals | None = None
         self._lent: list[tuple[Span, weakref.ref[Reals]]] = []
 
     def of(self, span: Span) -> Reals:
         """Return the memory of a span of the layout, with any content."""
-        if self._array is None:
-            self._array = np.empty(self._size, np.float32)
+        with self._lock:
+            if self._array is None:
+                self._array = np.empty(self._size, np.float32)
+            part = self._lend(self._array, span)
+        return np.empty(span.length, np.float32) if part is None else part
+
+    def idle(self, span: Span) -> torch.Tensor | None:
+        """Return the memory of a span, fp32, if there is some that nothing refers to."""
+        with self._lock:
+            part = None if self._array is None else self._lend(self._array, span)
+        return None if part is None else torch.from_numpy(part)
+
+    def _lend(self, array: Reals, span: Span) -> Reals | None:
         self._lent = [lent for lent in self._lent if lent[1]() is not None]
         if any(each.intersect(span).length for each, _ in self._lent):
-            return np.empty(span.length, np.float32)
-        part = self._array[span.start : span.end]
+            return None
+        part = array[span.start : span.end]
         self._lent.append((span, weakref.ref(part)))
         return part
 

@@ -86,7 +86,8 @@ class Taken(NamedTuple):
 class Selector:
     """Compresses a model's gradients, group by group, and restores what did not arrive.
 
-    ``states`` has each parameter's state; :attr:`memories` may get others between two steps.
+    ``states`` has each parameter's state; :attr:`memories` may get others between two steps. :attr:`buffer` has the
+    values of dense pushes from the host, and between two pushes nothing.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Selector:
         self._known: dict[tuple[int, int, int, bytes, bytes], Members] = {}
         self._kept = 0  # tensors of all sets that are known
         self._generation = -1  # of the param groups, as the members have them
-        self._buffer = WholeBuffer(model.layout.size)
+        self.buffer = WholeBuffer(model.layout.size)
         devices = {parameter.device for parameter in model.parameters if choice.selector is None}
         self._kernels = {device: found for device in devices if (found := choice.on_device(device)) is not None}
         self._on_host = np.array([parameter.device not in self._kernels for parameter in model.parameters], bool)
@@ -208,7 +209,7 @@ class Selector:
             for table in members.on_devices:  # all work at once, and beside the host
                 table.launch(*given, scale, self.memories, self._choice)
             if members.table is not None:
-                sent = members.table.compress(*given, float(scale), self.memories, self._buffer, self._choice, report)
+                sent = members.table.compress(*given, float(scale), self.memories, self.buffer, self._choice, report)
                 is_finite = sent.is_finite
             if (by_rows := members.rows) is not None:
                 found = by_rows.compress(

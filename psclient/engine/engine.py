@@ -19,12 +19,13 @@ from psclient.compress.host_table import Choice, Sent
 from psclient.compress.method import Method, State
 from psclient.compress.selector import Grouping
 from psclient.engine import sigterm
+from psclient.engine.freed import FreedMemory
 from psclient.engine.home import OneProcess, Ranks
 from psclient.engine.lifecycle import Lifecycle
 from psclient.engine.mgs import LayerDensity, MergedGradients
 from psclient.engine.overlap import Overlap
 from psclient.engine.sample_counter import SampleCounter
-from psclient.engine.segments import joined
+from psclient.engine.segments import joined, pieces
 from psclient.engine.worker_metrics import WorkerMetrics
 from psclient.errors import (
     REJOIN_REASONS,
@@ -129,7 +130,7 @@ class Engine:
         self._home = make_home(method, model, states, groups, choice, self.grouping)
         self.replica, self.selector = self._home.replica, self._home.selector
         for shard in life.shards:
-            shard.spill = self._home.spill
+            shard.spill, shard.room = self._home.spill, self._home.room
         run = Run(life.shards, life.name, self.replica, model.buffers, method.name, agreed, settings, life.make_way)
         self.run, self._shards = run, run.shards
         self.merged: MergedGradients | None = None
@@ -144,6 +145,7 @@ class Engine:
         self._model, self._groups, self._schedule, self._rates = model, groups, schedule, rates
         self._gather, self._all, self._synchronous = gradients, range(len(model.parameters)), synchronous
         self._devices = devices_of(model.parameters)
+        self._freed = FreedMemory()
         self._is_ahead = False
         self._before_ahead: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters, each with its own values
         buffers = BufferExchange(run)
@@ -466,6 +468,7 @@ class Engine:
             if shard.replica_is_image:  # which lacks the differences that top-k replies left out
                 shard.forget_base()
         self._write(report, self.fetch())
+        self._freed.give_back(report.pull_bytes)
         if adopt_buffers:
             report.buffer_bytes = self._exchange_buffers(0, adopt=True)
         self._add(report)
@@ -540,6 +543,7 @@ class Engine:
             replies = overlap.collect()
         if replies is not None:
             self.apply(report, replies)
+        del replies
         overlap.launch(report)
         self._end(report)
 
@@ -589,6 +593,7 @@ class Engine:
             replies = self.fetch()
         report.move(max(reply.decode_seconds for reply in replies.values()), "wait", "apply")
         self.apply(report, replies)
+        del replies  # so that the end of the step gives its memory back
         self._end(report)
 
     def _end(self, report: StepReport) -> None:
@@ -601,6 +606,7 @@ class Engine:
         self._add(report)
         if self.metrics is not None:
             self.metrics.observe(report, self.run.identity.run_id)
+        self._freed.give_back(report.push_bytes + report.pull_bytes)
         if report.step % _SAMPLED_STEPS == 1:
             self.replica.sample()
         if not self._synchronous:
@@ -676,14 +682,16 @@ class Engine:
     def _send(self, report: StepReport, number: int, sent: Iterable[SparseSlice], *, exact: bool = False) -> None:
         """Encode a group's entries, and pass the chunks to the transport; quantisation errors are restored.
 
-        After an error the shards know all of these entries, for :meth:`abandon_push`.
+        The values are overwritten by those that arrive. After an error the shards know all of these entries, for
+        :meth:`abandon_push`.
         """
         segments = joined(self._spans[number], sent)
         waiting = [
             (shard, places[number], part)
             for shard, places in zip(self._shards, self._places, strict=True)
             for segment in segments
-            if (part := segment.clip(shard.span)) is not None
+            if (inside := segment.clip(shard.span)) is not None
+            for part in pieces(inside)
         ]
         chunk_bytes = self.run.run_settings.chunk_bytes
         for index, (shard, place, part) in enumerate(waiting):

@@ -102,6 +102,10 @@ class Home(Protocol):
     def spill(self) -> Callable[[Sequence[SparseSlice]], None] | None:
         """What writes a reply of everything in parts, as it comes; ``None``: it is written when it is whole."""
 
+    @property
+    def room(self) -> Callable[[Span], torch.Tensor | None]:
+        """Returns memory for dense values of a span of a reply, fp32 on the host, if some lies idle between pushes."""
+
     def finite(self, found: Mapping[int, torch.Tensor], *, waits: bool) -> Gradients:
         """Return a step's gradients; raises :class:`NonFiniteGradientError`, as :func:`finite` does."""
 
@@ -150,7 +154,9 @@ class OneProcess:
     ) -> None:
         self._model = model
         self.replica: Values = Replica(model.layout, model.parameters)
-        self.selector: Selection = Selector(method, model, states, groups, choice, grouping)
+        selector = Selector(method, model, states, groups, choice, grouping)
+        self.selector: Selection = selector
+        self.room = selector.buffer.idle
 
     def finite(self, found: Mapping[int, torch.Tensor], *, waits: bool) -> Gradients:
         """See :class:`Home`."""

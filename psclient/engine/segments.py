@@ -8,8 +8,11 @@ import torch
 
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice, merge
+from pscore.wire.dense import cut
 
 _LONG_RUN = 1 << 14  # elements of a dense run that is sent apart from the sparse entries beside it
+
+_PIECE_ELEMENTS = 1 << 20  # of a dense segment that are encoded at a time
 
 
 def joined(span: Span, sent: Iterable[SparseSlice]) -> list[SparseSlice]:
@@ -34,6 +37,13 @@ def joined(span: Span, sent: Iterable[SparseSlice]) -> list[SparseSlice]:
         for is_long, part in parts
         for one in (part if is_long else _merged(Span(part[0].span.start, part[-1].span.end), part))
     ]
+
+
+def pieces(segment: SparseSlice) -> list[SparseSlice]:
+    """Cut a dense segment, so that what encoding it takes beside its values is bounded."""
+    if segment.offsets is not None:
+        return [segment]
+    return [piece for part in cut(segment.span, _PIECE_ELEMENTS) if (piece := segment.clip(part)) is not None]
 
 
 def _is_long_run(segment: SparseSlice) -> bool:

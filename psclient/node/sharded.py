@@ -129,6 +129,10 @@ class Sharded:
         self.selector = ShardedSelection(self, groups, self._rank.selector.memories)
         return self
 
+    def room(self, _: Span) -> torch.Tensor | None:
+        """See :class:`~psclient.engine.home.Home`: there is none, and a reply of everything is spilled."""
+        return None
+
     def spill(self, segments: Sequence[SparseSlice]) -> None:
         """Write the beginning of a reply of everything, which the leader then need not hold."""
         self.replica.write(segments)

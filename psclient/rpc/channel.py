@@ -203,17 +203,13 @@ class Connection:
         """
         may_repeat = self._security.token_file is not None
 
-        def translated(seconds: float) -> Answer | Rejected:
-            nonlocal may_repeat
+        def once(seconds: float) -> Answer | Rejected:
             try:
                 return attempt(seconds)
             except grpc.RpcError as error:
                 failure = from_rpc_error(error, self._target)
                 if isinstance(failure, Rejected):
                     return failure
-                if isinstance(failure, AccessError) and may_repeat:
-                    may_repeat = False
-                    return translated(seconds)
                 raise failure from error
             except grpc.FutureCancelledError:
                 raise Transient("the call was cut short") from None
@@ -221,6 +217,17 @@ class Connection:
                 raise ServerFaultError(f"{self.address} sent a damaged answer: {damage.detail}") from damage
             except DecodeError as damage:
                 raise ServerFaultError(f"{self.address} sent a damaged answer, no message of this protocol") from damage
+
+        def translated(seconds: float) -> Answer | Rejected:
+            nonlocal may_repeat
+            try:
+                return once(seconds)
+            except AccessError:
+                if not may_repeat:
+                    raise
+            # No function here refers to itself: what an attempt refers to, as a whole push, is freed with the call.
+            may_repeat = False
+            return once(seconds)
 
         return policy.run(self.address, translated, self.reconnect)
 

@@ -15,8 +15,9 @@ import torch
 from psclient.errors import ServerFaultError
 from psclient.rpc.channel import Connection, RetryPolicy
 from psclient.rpc.progress_line import ProgressLine
-from psclient.rpc.stream import Bandwidth, Stream
+from psclient.rpc.stream import Bandwidth, Octets, Stream
 from psclient.settings import ClientSettings
+from pscore.model.dense_place import DensePlace
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice, entries
 from pscore.wire import frames
@@ -53,15 +54,16 @@ class PushPart:
     """One shard's part of a push, kept until it is acknowledged or refused.
 
     ``stream`` has what is sent, until an attempt to read the answer has failed; later attempts send ``messages``, the
-    same bytes. ``segments`` is the payload as it arrives, for restoring it. Fields are sent together until they have
-    ``together_bytes``. ``group_bytes`` are those of each group's chunks, by place in the plan.
+    same bytes: in parts, so that values which travel as they are exist once. ``segments`` is the payload as it arrives,
+    for restoring it. Fields are sent together until they have ``together_bytes``. ``group_bytes`` are those of each
+    group's chunks, by place in the plan.
     """
 
     generation: int
     stream: Stream | None
     together_bytes: int
     group_bytes: list[int]
-    messages: list[bytes] = field(default_factory=list)
+    messages: list[Octets] = field(default_factory=list)
     segments: list[SparseSlice] = field(default_factory=list)
     checksum: frames.Checksum = field(default_factory=frames.Checksum)
     nbytes: int = 0
@@ -89,22 +91,22 @@ class PushPart:
         self.generation, self.stream = generation, None
         if not self.messages:
             return
-        first = self.messages[0]
-        number, start, end = next(fields(first))
-        assert number == pb.PushSparseRequest.HEADER_FIELD_NUMBER
-        header = pb.PushHeader.FromString(first[start:end])
+        first, *others = self.messages[0]
+        number, start, end = next(fields(bytes(first)))
+        assert (number, end) == (pb.PushSparseRequest.HEADER_FIELD_NUMBER, len(first))
+        header = pb.PushHeader.FromString(bytes(first[start:end]))
         header.generation = generation
-        self.messages[0] = field_bytes(number, header) + first[end:]
+        self.messages[0] = (field_bytes(number, header), *others)
 
     def flush(self) -> None:
         """Send what has been added."""
-        data = b"".join(self._pending)
+        message = tuple(self._pending)
+        self.nbytes += self._pending_bytes + frames.FRAMING_BYTES
         self._pending.clear()
         self._pending_bytes = 0
-        self.messages.append(data)
-        self.nbytes += len(data) + frames.FRAMING_BYTES
+        self.messages.append(message)
         if self.stream is not None:
-            self.stream.send(data)
+            self.stream.send(message)
 
 
 _LEAST_UPLOAD_BYTES = 256 << 10  # of a chunk: what one second brings on a line of 2 Mbit/s, and what a cut loses
@@ -186,6 +188,8 @@ class ShardStream:
         pushes_all: whether the pushes have every entry, and no budget has chosen another form of replies.
         spill: writes the verified beginning of a whole reply into the replica, so that nobody holds all of it;
             ``None``: the reply is held until it is whole.
+        room: returns memory, fp32 ``[span.length]`` on the host, for the dense values of a reply that is held;
+            ``None``: each chunk's values have memory of their own.
     """
 
     def __init__(self, connection: Connection, index: int, span: Span, settings: ClientSettings) -> None:
@@ -210,6 +214,7 @@ class ShardStream:
         self.pushes_all = False
         self._push_form: Fit | None = None  # none: no budget, but the value type of the settings
         self.spill: Callable[[Sequence[SparseSlice]], None] | None = None
+        self.room: Callable[[Span], torch.Tensor | None] = lambda _: None
         self._reply_form: Fit | None = None  # none: the server's settings
         codec = INDEX_CODECS.get(settings.index_codec)  # none: "auto"
         self._form = frames.WireForm(VALUE_CODECS[settings.value_type], codec)
@@ -277,7 +282,10 @@ class ShardStream:
         self._push_form, self._reply_form = push, reply
 
     def encode(self, part: SparseSlice, group: int, chunk_bytes: int, *, exact: bool) -> EncodedPart:
-        """Write a part of a push, as group number ``group`` of its plan; ``exact``: in fp32, whatever was asked for."""
+        """Write a part of a push, as group number ``group`` of its plan; ``exact``: in fp32, whatever was asked for.
+
+        The part's values are referred to until they are sent, or overwritten by those that arrive.
+        """
         value, rate, budgeted = self._form.value, self.uplink.bytes_per_second, self._push_form
         if budgeted is not None:
             rate = FEWEST_BYTES
@@ -376,7 +384,8 @@ class ShardStream:
         arrivals = [nanoseconds / 1e9 for nanoseconds in response.group_arrival_nanoseconds]  # after the header
         self.group_bytes = part.group_bytes
         self.group_arrivals = arrivals if stream is first and not response.repeated_push else []
-        before, with_header = 0.0, len(part.messages[0])  # bytes that were there with the header count for no time
+        before = 0.0
+        with_header = sum(map(len, part.messages[0]))  # bytes that were there with the header count for no time
         for nbytes, arrival in zip(part.group_bytes, arrivals, strict=False):
             early = min(nbytes, with_header)
             self.uplink.update(nbytes - early, arrival - before)  # not longer than since the group before was whole
@@ -436,7 +445,7 @@ class ShardStream:
         )
         if self._reply_form is not None:
             behind.density, behind.value_codec = self._reply_form  # type: ignore[assignment]
-        self._pulls.send(request.SerializeToString() + behind.SerializeToString())
+        self._pulls.send((request.SerializeToString(), behind.SerializeToString()))
         return _Asked(self._pulls, request)
 
     def note_applied(self, reply: PulledReply) -> None:
@@ -472,7 +481,7 @@ class ShardStream:
         is_whole = not request.has_base or request.base_end
         before, bytes_before = (self._partial.segments, self._partial.bytes) if self._partial is not None else ([], 0)
         spilled = self._partial.spilled if self._partial is not None else 0
-        reader = frames.ChunkReader(self.span)
+        reader, place = frames.ChunkReader(self.span), DensePlace(self.span, lambda: self.room(self.span))
         header = pb.PullHeader()  # without a mode until the server's is there
         received, first_bytes, decode_seconds, began = 0, 0, 0.0, math.inf
 
@@ -497,7 +506,7 @@ class ShardStream:
                 raise ServerFaultError(f"{self.address} sent a reply without its header")
             started = time.perf_counter()
             for number, chunk in enumerate(response.chunks):
-                reader.read(chunk, *values[number : number + 1])
+                reader.segments[-1] = place.moved(reader.read(chunk, *values[number : number + 1]))
             decode_seconds += time.perf_counter() - started
             if response.HasField("so_far"):
                 reader.checksum.verify(response.so_far)
@@ -585,12 +594,16 @@ class ShardStream:
 
 
 def as_decoded(part: SparseSlice, encoded: Sequence[frames.Encoded]) -> tuple[SparseSlice, SparseSlice | None]:
-    """Return the part as the server will decode it, and the quantisation error if there is one."""
+    """Return the part as the server will decode it, and the quantisation error if there is one.
+
+    The part's values, fp32, become those that arrive, in place: a push has them once.
+    """
     decoded = [piece.decoded for piece in encoded]
     values = (decoded[0] if len(decoded) == 1 else torch.cat(decoded)).to(part.values.device)
-    arriving, error = SparseSlice(part.span, part.offsets, values), part.values - values
+    error = part.values - values
+    part.values.copy_(values)
     lossy = int(torch.count_nonzero(error))
     if part.offsets is None or 2 * lossy > error.numel():  # to find most of them costs more than zeros among them
-        return arriving, SparseSlice(part.span, part.offsets, error) if lossy else None
+        return part, SparseSlice(part.span, part.offsets, error) if lossy else None
     where = error.nonzero().view(-1)
-    return arriving, SparseSlice(part.span, part.offsets[where], error[where]) if lossy else None
+    return part, SparseSlice(part.span, part.offsets[where], error[where]) if lossy else None

@@ -5,12 +5,15 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import grpc
 
 from psclient.errors import Transient
+
+Octets = Sequence[bytes | memoryview]
+"""A serialized message in parts, end to end: its values stay where they are until it is sent."""
 
 _SMALLEST_BYTES = 64 << 10  # below it, a time depends more on delay than on bandwidth
 _REMEMBERED = 4  # transfers
@@ -56,8 +59,8 @@ class Stream:
     """
 
     def __init__(self, begin: Callable[[Iterator[bytes]], Any], messages: Iterable[bytes] | None = None) -> None:
-        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._messages = iter(self._outbox.get, None) if messages is None else iter(messages)
+        self._outbox: queue.SimpleQueue[Octets | None] = queue.SimpleQueue()
+        self._messages = map(b"".join, iter(self._outbox.get, None)) if messages is None else iter(messages)
         self._are_made = messages is not None
         self._is_making = False
         self._sending_since = self._waiting_since = math.inf  # monotonic seconds; infinite while neither is done
@@ -77,9 +80,13 @@ class Stream:
         """Begin a request, in which something must move every so many seconds."""
         self._idle_seconds, self._busy_seconds = idle_seconds, 0.0
 
-    def send(self, data: bytes) -> None:
-        """Send a message; waits for nothing."""
-        self._outbox.put(data)
+    def send(self, message: Octets) -> None:
+        """Send a message; waits for nothing.
+
+        The parts are copied together when it is this message's turn, so that the outbox of a slow line has no second
+        copy of what is sent. Until then nobody may write to them.
+        """
+        self._outbox.put(message)
 
     def receive(self, idle_seconds: float, limit: Callable[[], float]) -> Any:
         """Wait for the next message, no longer than until ``limit`` (monotonic seconds).

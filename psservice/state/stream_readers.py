@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 import torch
 from google.protobuf.message import Message
 
+from pscore.model.dense_place import DensePlace
 from pscore.model.layout import Span
-from pscore.model.sparse_slice import SparseSlice, merge
+from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.frames import Checksum, ChunkReader
 from pscore.wire.v1 import parameter_server_pb2 as pb
@@ -72,19 +73,21 @@ def read_push(
     plan = plan_of(header, span)
     checksum, started = Checksum(), clock()
     readers = [ChunkReader(group, checksum, origin=span.start, dtype=dtype) for group in plan]
+    # Of pages that the system allocates when they are written.
+    dense = DensePlace(span, lambda: torch.empty(span.length, dtype=dtype, device="cpu"))
     arrivals = [0] * len(plan)
     while request is not None:
         found = values()
         for number, chunk in enumerate(request.chunks):
             if chunk.group >= len(plan):
                 raise Rejected(ErrorCode.BAD_CHUNK, f"group {chunk.group} of a plan of {len(plan)}")
-            readers[chunk.group].read(chunk, *found[number : number + 1])
+            reader = readers[chunk.group]
+            reader.segments[-1] = dense.moved(reader.read(chunk, *found[number : number + 1]))
             arrivals[chunk.group] = clock() - started
         if request.HasField("commit"):
             checksum.verify(request.commit)
             readers.sort(key=lambda reader: reader.within.start)
-            whole = merge(span, (segment for reader in readers for segment in reader.segments))
-            return header, whole, arrivals
+            return header, dense.joined([segment for reader in readers for segment in reader.segments]), arrivals
         request = yield
         if request is not None and (request.HasField("header") or not (request.chunks or request.HasField("commit"))):
             raise Rejected(ErrorCode.BAD_REQUEST, "a push goes on with chunks or its commit")

@@ -1,6 +1,8 @@
 """A channel that is replaced while other threads use it, and how long an attempt may take."""
 
+import gc
 import time
+import weakref
 
 import pytest
 
@@ -78,3 +80,23 @@ def test_a_full_disk_is_told_once_and_a_busy_server_is_not(caplog):
 
         RetryPolicy(seconds=60.0, deadline_seconds=5.0).run("127.0.0.1:1", attempt)
         assert len(caplog.records) == lines, reason
+
+
+def test_what_an_attempt_refers_to_is_freed_with_the_call():
+    class Push:
+        pass
+
+    connection, push = Connection("127.0.0.1:1", Security()), Push()
+    freed = weakref.ref(push)
+
+    def attempt(seconds, push=push):
+        return "answer"
+
+    gc.disable()
+    try:
+        assert connection.call(RetryPolicy(seconds=1.0, deadline_seconds=1.0), attempt) == "answer"
+        del attempt, push
+        assert freed() is None, "a whole push would stay until cycles are collected"
+    finally:
+        gc.enable()
+        connection.close()

@@ -12,7 +12,7 @@ from psservice.process import maintenance
 def test_it_warms_up_trims_and_ends(monkeypatch):
     trimmed = threading.Event()
     monkeypatch.setattr(maintenance, "TRIM_SECONDS", 0.01)
-    monkeypatch.setattr(maintenance, "_malloc_trim", lambda: trimmed.set)
+    monkeypatch.setattr(maintenance, "trimming", lambda: trimmed.set)
     thread = maintenance.MaintenanceThread(lambda: 10**6)
     assert trimmed.wait(60)
     thread.close()
@@ -26,7 +26,7 @@ def test_a_failing_warm_up_is_logged_and_no_more(monkeypatch, caplog):
     monkeypatch.setattr(maintenance, "warm_up", fail)
     trimmed = threading.Event()
     monkeypatch.setattr(maintenance, "TRIM_SECONDS", 0.01)
-    monkeypatch.setattr(maintenance, "_malloc_trim", lambda: trimmed.set)
+    monkeypatch.setattr(maintenance, "trimming", lambda: trimmed.set)
     thread = maintenance.MaintenanceThread(lambda: 10**6)
     assert trimmed.wait(60)
     thread.close()
@@ -35,7 +35,7 @@ def test_a_failing_warm_up_is_logged_and_no_more(monkeypatch, caplog):
 
 def test_a_small_model_compiles_nothing_and_an_unknown_one_is_waited_for(monkeypatch):
     monkeypatch.setattr(maintenance, "warm_up", lambda is_over: pytest.fail("compiled"))
-    monkeypatch.setattr(maintenance, "_malloc_trim", lambda: None)
+    monkeypatch.setattr(maintenance, "trimming", lambda: None)
     monkeypatch.setattr(jit, "run_as_python", lambda: 1000)
     for size in (0, 100):
         thread = maintenance.MaintenanceThread(lambda size=size: size)
@@ -87,7 +87,7 @@ def test_a_server_that_is_stopped_compiles_no_further_part(monkeypatch):
     monkeypatch.setattr(warmup.warmup, "warm_up", first)
     for part in (warmup.union_loops, warmup.reply_loops):
         monkeypatch.setattr(part, "warm_up", lambda: pytest.fail("compiled"))
-    monkeypatch.setattr(maintenance, "_malloc_trim", lambda: None)
+    monkeypatch.setattr(maintenance, "trimming", lambda: None)
     thread = maintenance.MaintenanceThread(lambda: 10**6)
     assert begun.wait(60)
     closing = threading.Thread(target=thread.close)
