@@ -10,6 +10,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -19,6 +20,10 @@ if not torch.cuda.is_available():
     # Without a GPU, Triton's kernels run on the CPU in its interpreter. Triton asks for this when it is first imported,
     # for its own library too: so it is set before any test, and not in a fixture. Nothing else here uses Triton.
     os.environ["TRITON_INTERPRET"] = "1"
+
+# No test depends on speed.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 # A shell that puts the tests in its background has SIGINT ignored, and some tests interrupt themselves.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -212,7 +212,7 @@ def shards_its_model(rank: int, server: str) -> Any:
         return model
 
     def node(parameters: Iterable[nn.Parameter], **module: Any) -> Any:
-        options = {"lr": 0.1, "server": server, "settings": QUICK, "timeout_seconds": 10.0}
+        options = {"lr": 0.1, "server": server, "settings": QUICK, "timeout_seconds": 60.0}
         return psclient.NodeOptimizer(psclient.DGS, parameters, **options, **module)
 
     name: dict[str, Any] = {"worker": f"w{rank}", "server": server, "settings": QUICK}

@@ -195,9 +195,9 @@ def test_an_upload_waits_for_a_slow_disk_as_long_as_the_server_is_at_work(slow, 
     model = big_model()
     slow.touch()
     with LocalServer(data_dir=tmp_path / "data", lease_seconds=LEASE) as server, ThreadPoolExecutor(1) as pool:
-        joining = pool.submit(join, model, server.server, deadline_seconds=1.0)
+        joining = pool.submit(join, model, server.server, deadline_seconds=2.0)
         wait_until(slow.with_suffix(".met").exists)
-        end = time.monotonic() + 4.0  # four deadlines
+        end = time.monotonic() + 6.0  # three deadlines, each many times what a server is silent for on a busy machine
         wait_until(lambda: time.monotonic() > end)
         slow.unlink()
         with joining.result(TIMEOUT) as optimizer:
