@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from pscore import jit
+from pscore import jit, malloc
 from psservice import warmup
 from psservice.process import maintenance
 
@@ -68,12 +68,12 @@ def test_a_small_model_of_many_workers_is_compiled_once_loops_have_run_as_python
 
 def test_a_c_library_without_trimming_is_no_reason_to_fail(monkeypatch):
     monkeypatch.setattr(maintenance.ctypes, "CDLL", lambda name: object())
-    assert maintenance._malloc_trim() is None
+    assert malloc.trimming() is None
     maintenance._keep_freed_memory()
 
 
 def test_this_c_library_trims():
-    trim = maintenance._malloc_trim()
+    trim = malloc.trimming()
     assert trim is None or trim() in (0, 1)
 
 
