@@ -1,4 +1,4 @@
-"""Rows or entries: what is best sent of an embedding's gradient; ``python -m benchmarks.evidence.rows``.
+"""Rows or entries of an embedding's gradient, compared at equal bytes; ``python -m benchmarks.evidence.rows``.
 
 A small DLRM (``examples/recommender.py``) trains on generated clicks with one worker and Adagrad, in this process
 alone. Of the touched rows of each step a share of the bytes is sent: the entries of largest magnitude, or the rows of
@@ -23,7 +23,7 @@ ROWS, BATCH, LEARNING_RATE, VALUE_BITS = 200_000, 128, 0.02, 8
 TEST_LINES = 10_000
 
 Choose = Callable[[torch.Tensor, float], torch.Tensor]
-"""Marks what is sent of the touched rows, ``[t, c]``, at a share of the bytes that all of them take."""
+"""Marks the entries that are sent of the touched rows, ``[t, c]``, at a share of the bytes of all."""
 
 
 def place_bits(share: float) -> float:

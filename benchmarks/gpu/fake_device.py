@@ -1,11 +1,10 @@
-"""What a step asks of a device, counted without one: ``python -m benchmarks.gpu.fake_device``.
+"""The calls and bytes of a step on a device, counted without one: ``python -m benchmarks.gpu.fake_device``.
 
 The worker's own code runs, on tensors of the host that take no memory until they are touched. In the place of kernels
 stands a device that computes nothing and takes the wanted number of entries. Nothing here says how fast a device is.
 """
 
 import argparse
-import itertools
 import sys
 import time
 from collections import defaultdict
@@ -43,7 +42,7 @@ ENTRY_BYTES = 6  # of an entry that is wanted: what a device must bring down at 
 
 @dataclass
 class Counted:
-    """Calls and bytes of a step, and the host's own time, without that of what a device would do."""
+    """Calls and bytes of a step, and the host's own time, without the device's."""
 
     launches: int = 0
     copies_up: int = 0
@@ -72,7 +71,7 @@ class _Kernel:
 
 
 class _FakeDevice(DeviceKernels):
-    """Takes the wanted entries, the first ones of each piece, and counts what it is asked for."""
+    """Takes the wanted entries, the first ones of each piece, and counts its calls."""
 
     def __init__(self, counted: Counted) -> None:
         super().__init__(torch.device("cpu"))
@@ -189,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("runs/gpu/counts.md"), metavar="FILE")
     options = parser.parse_args(arguments)
     lines = table(options.models)
-    facts = machine.describe("benchmarks.gpu.fake_device", list(itertools.chain(arguments or sys.argv[1:])))
+    facts = machine.describe("benchmarks.gpu.fake_device", list(sys.argv[1:] if arguments is None else arguments))
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text("\n".join([str(facts), "", *lines, ""]))
     print("\n".join(lines))

@@ -22,7 +22,7 @@ _RESET_PEAK = "5"  # what the kernel's clear_refs takes for that
 
 
 class Row(NamedTuple):
-    """Bytes of one phase: the peaks, and what is resident at its end."""
+    """Bytes of one phase: the peaks, and the resident set at its end."""
 
     phase: str
     worker_peak: int
@@ -114,7 +114,7 @@ def _row(phase: str, worker: int, server: int) -> Row:
 
 
 def _resident(process: int) -> tuple[int, int]:
-    """Return the peak of a process's resident set since the last reset, and what is resident now, in bytes."""
+    """Return the peak of a process's resident set since the last reset, and its size now, in bytes."""
     lines = Path(f"/proc/{process}/status").read_text(encoding="ascii").splitlines()
     peak, now = (next(line for line in lines if line.startswith(f"{name}:")).split()[1] for name in (_PEAK, _NOW))
     return int(peak) << 10, int(now) << 10

@@ -26,7 +26,7 @@ _MODEL_COPIES = (
 
 
 class Point(NamedTuple):
-    """A table, by whom it is stepped, and what a step reports beside its seconds."""
+    """A table, and the contender that steps it."""
 
     rows: int
     contender: str

@@ -1,6 +1,6 @@
 """Layouts and data to measure with: tensor shapes of real models, and pushes as a selection of noise would make."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -31,16 +31,7 @@ def resnet_small() -> ModelLayout:
 
 def small_llama() -> ModelLayout:
     """A Llama of 7 layers, 512 wide, with 8,192 tied embeddings, as transformers names it: 26,336,768 elements."""
-    width, inner = 512, 1376
-    shapes = {"model.embed_tokens.weight": (8192, width)}
-    for layer in range(7):
-        at = f"model.layers.{layer}"
-        shapes |= {f"{at}.self_attn.{name}_proj.weight": (width, width) for name in "qkvo"}
-        shapes |= {f"{at}.mlp.{name}_proj.weight": (inner, width) for name in ("gate", "up")}
-        shapes[f"{at}.mlp.down_proj.weight"] = (width, inner)
-        shapes |= {f"{at}.{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
-    shapes["model.norm.weight"] = (width,)
-    return ModelLayout(tuple(TensorSpec(name, shape, torch.float32) for name, shape in shapes.items()))
+    return _llama(words=8192, width=512, keys=512, inner=1376, layers=7)
 
 
 def gpt2() -> ModelLayout:
@@ -56,27 +47,33 @@ def gpt2() -> ModelLayout:
         ):
             shapes |= {f"{at}.{name}.weight": shape, f"{at}.{name}.bias": shape[-1:]}
     shapes |= {"ln_f.weight": (width,), "ln_f.bias": (width,)}
-    return ModelLayout(tuple(TensorSpec(name, shape, torch.float32) for name, shape in shapes.items()))
+    return _of_shapes(shapes)
 
 
 def llama_1b() -> ModelLayout:
     """Llama 3.2 1 B as transformers names it, its embeddings tied: 146 parameter tensors, 1,235,814,400 elements."""
-    width, keys, inner = 2048, 512, 8192
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (128_256, width)}
-    for layer in range(16):
-        at = f"model.layers.{layer}"
-        shapes |= {f"{at}.self_attn.{name}_proj.weight": (width, width) for name in "qo"}
-        shapes |= {f"{at}.self_attn.{name}_proj.weight": (keys, width) for name in "kv"}
-        shapes |= {f"{at}.mlp.{name}_proj.weight": (inner, width) for name in ("gate", "up")}
-        shapes[f"{at}.mlp.down_proj.weight"] = (width, inner)
-        shapes |= {f"{at}.{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
-    shapes["model.norm.weight"] = (width,)
-    return ModelLayout(tuple(TensorSpec(name, shape, torch.float32) for name, shape in shapes.items()))
+    return _llama(words=128_256, width=2048, keys=512, inner=8192, layers=16)
 
 
 def one_tensor(size: int) -> ModelLayout:
     """A model of a single tensor, where only its size matters."""
     return ModelLayout((TensorSpec("weight", (size,), torch.float32),))
+
+
+def _llama(words: int, width: int, keys: int, inner: int, layers: int) -> ModelLayout:
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (words, width)}
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.self_attn.{name}_proj.weight": (keys if name in "kv" else width, width) for name in "qkvo"}
+        shapes |= {f"{at}.mlp.{name}_proj.weight": (inner, width) for name in ("gate", "up")}
+        shapes[f"{at}.mlp.down_proj.weight"] = (width, inner)
+        shapes |= {f"{at}.{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
+    shapes["model.norm.weight"] = (width,)
+    return _of_shapes(shapes)
+
+
+def _of_shapes(shapes: Mapping[str, tuple[int, ...]]) -> ModelLayout:
+    return ModelLayout(tuple(TensorSpec(name, shape, torch.float32) for name, shape in shapes.items()))
 
 
 def _resnet(

@@ -102,7 +102,7 @@ class TouchedRows(TableMemories):
         self.starts = np.cumsum([0, *sizes])
         self.size = int(self.starts[-1])
         self._flat: dict[str, Reals] = {}
-        self._copied: set[tuple[str, int]] = set()
+        self._copied: set[tuple[str, int]] = set()  # names of memories, and numbers of tensors
 
     def flat(self, name: str) -> Reals:
         """Return the memories of all rows; meaningful for tensors of which they were required."""
@@ -123,20 +123,19 @@ class TouchedRows(TableMemories):
         self._memories.require(name, positions)
         flat = self.flat(name)
         for number, position in enumerate(self._positions):
-            if position in positions and (name, position) not in self._copied:
-                self._copied.add((name, position))
+            if position in positions and (name, number) not in self._copied:
+                self._copied.add((name, number))
                 np.take(self._table(name, number), self._rows[number], axis=0, out=self._part(flat, number))
 
     def clear(self, name: str, positions: tuple[int, ...]) -> None:
         """Make the memories of the rows zero, if there are any."""
         for number, position in enumerate(self._positions):
-            if position in positions and (name, position) in self._copied:
+            if position in positions and (name, number) in self._copied:
                 self._part(self._flat[name], number)[...] = 0
 
     def write_back(self) -> None:
-        """Copy what was required into the tensors' own memories."""
-        for name, position in self._copied:
-            number = self._positions.index(position)
+        """Copy the required memories into the tensors' own."""
+        for name, number in self._copied:
             self._table(name, number)[self._rows[number]] = self._part(self._flat[name], number)
 
     def placed(self, slices: Sequence[SparseSlice]) -> list[SparseSlice]:

@@ -76,7 +76,7 @@ class Members(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What one selection has taken for all groups of a push, and which groups still wait for their part."""
+    """The entries that one selection has taken for all groups of a push, and the groups that wait for their part."""
 
     gradients: Gradients
     entries: dict[int, int]
@@ -124,8 +124,8 @@ class Selector:
         """Return what the tensors of a group send that have a gradient (finite), ascending within a device.
 
         If launches select from all tensors, those of a step's first group select for all its groups, so that the host
-        waits once a step; :meth:`abandon` gives up what was not asked for. After an error the residuals have what had
-        been selected.
+        waits once a step; :meth:`abandon` gives the parts back that are not asked for. After an error the residuals
+        have all that had been selected.
 
         Raises:
             UnsoundError: the gradients are; nothing has changed.
@@ -147,7 +147,7 @@ class Selector:
         return Sent(slices, entries, is_finite=True)
 
     def abandon(self) -> None:
-        """Restore what was selected for groups that :meth:`compress` was not asked for."""
+        """Restore the entries of groups that :meth:`compress` was not asked for."""
         taken, self._taken = self._taken, None
         if taken is not None:
             self.restore(each for slices in taken.waiting.values() for each in slices)

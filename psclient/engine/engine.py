@@ -17,10 +17,10 @@ from psclient.compress.gradients import Gradients, PushedGradients, Scale, refus
 from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.host_table import Choice, Sent
 from psclient.compress.method import Method, State
-from psclient.compress.selector import Grouping
+from psclient.compress.selector import Grouping, Selector
 from psclient.engine import sigterm
 from psclient.engine.freed import FreedMemory
-from psclient.engine.home import OneProcess, Ranks
+from psclient.engine.home import Home, OneProcess, Ranks
 from psclient.engine.lifecycle import Lifecycle
 from psclient.engine.mgs import LayerDensity, MergedGradients
 from psclient.engine.overlap import Overlap
@@ -126,8 +126,11 @@ class Engine:
         self.life, layout = life, model.layout
         self.grouping = Grouping(layout, settings.bucket_bytes)
         choice = Choice(SELECTORS[settings.selector], layout.whole_below(settings.dense_below))
-        make_home = OneProcess if ranks is None else ranks.home
-        self._home = make_home(method, model, states, groups, choice, self.grouping)
+        self._home: Home
+        if ranks is None:
+            self._home = OneProcess(model, Selector(method, model, states, groups, choice, self.grouping))
+        else:
+            self._home = ranks.home(method, model, states, groups, choice)
         self.replica, self.selector = self._home.replica, self._home.selector
         for shard in life.shards:
             shard.spill, shard.room = self._home.spill, self._home.room

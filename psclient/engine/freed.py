@@ -9,7 +9,7 @@ _LEAST_SECONDS = 3.0  # between two times: the system clears the pages that are 
 
 
 class FreedMemory:
-    """Gives back what pushes and replies have occupied: glibc keeps their pieces, in an arena of every thread."""
+    """Gives back the memory of pushes and replies: glibc keeps pieces of it, in an arena of every thread."""
 
     def __init__(self) -> None:
         self._trim = trimming()

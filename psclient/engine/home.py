@@ -10,7 +10,7 @@ from psclient.compress.groups import ParamGroups
 from psclient.compress.host_table import Choice, Sent
 from psclient.compress.method import Method, State
 from psclient.compress.residuals import Memories
-from psclient.compress.selector import Grouping, Selector
+from psclient.compress.selector import Selector
 from psclient.model.module import TrainedModel
 from psclient.model.replica import Replica
 from psclient.report import StepReport
@@ -60,7 +60,7 @@ class Values(Protocol):
 
 
 class Selection(Protocol):
-    """Selects what a push sends; :class:`~psclient.compress.selector.Selector` does it for tensors that are here."""
+    """Selects a push's entries; :class:`~psclient.compress.selector.Selector` does it for tensors that are here."""
 
     memories: Memories
 
@@ -69,16 +69,16 @@ class Selection(Protocol):
         """Whether launches on one device select from all tensors."""
 
     def compress(self, group: range, gradients: Gradients, scale: Scale, report: StepReport) -> Sent:
-        """Return what the tensors of a group send that have a gradient."""
+        """Return the entries that a group of tensors sends."""
 
     def abandon(self) -> None:
-        """Restore what was selected for groups that :meth:`compress` was not asked for."""
+        """Restore the entries of groups that :meth:`compress` was not asked for."""
 
     def take_residuals(self, group: range) -> list[SparseSlice]:
         """Take everything out of these tensors' residuals."""
 
     def restore(self, slices: Iterable[SparseSlice], *, at_once: bool = True) -> None:
-        """Add entries that did not arrive to the residuals again; the next push looks at them all ``at_once``."""
+        """Add entries that did not arrive to the residuals again; ``at_once``: the next push selects from them all."""
 
     def fill_memories(self) -> None:
         """Have every memory that the method keeps between steps."""
@@ -124,7 +124,7 @@ class Ranks(Protocol):
         """The whole model."""
 
     def gradients(self, groups: ParamGroups, positions: range) -> dict[int, torch.Tensor]:
-        """Return what is here of the gradients of trained parameters at these positions, by position."""
+        """Return this rank's blocks of the gradients of trained parameters at these positions, by position."""
 
     def home(
         self,
@@ -133,28 +133,18 @@ class Ranks(Protocol):
         states: MutableMapping[torch.Tensor, State],
         groups: ParamGroups,
         choice: Choice,
-        grouping: Grouping,
     ) -> Home:
-        """Make the home of the engine; the arguments are those of :class:`OneProcess`."""
+        """Make the home of the engine; the arguments are those of :class:`~psclient.compress.selector.Selector`."""
 
 
 class OneProcess:
-    """All tensors are in this process; the arguments are those of :class:`~psclient.compress.selector.Selector`."""
+    """All tensors are in this process; ``selector`` is of the same model."""
 
     spill = None
 
-    def __init__(
-        self,
-        method: Method,
-        model: TrainedModel,
-        states: MutableMapping[torch.Tensor, State],
-        groups: ParamGroups,
-        choice: Choice,
-        grouping: Grouping,
-    ) -> None:
+    def __init__(self, model: TrainedModel, selector: Selector) -> None:
         self._model = model
         self.replica: Values = Replica(model.layout, model.parameters)
-        selector = Selector(method, model, states, groups, choice, grouping)
         self.selector: Selection = selector
         self.room = selector.buffer.idle
 

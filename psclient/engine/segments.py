@@ -40,7 +40,7 @@ def joined(span: Span, sent: Iterable[SparseSlice]) -> list[SparseSlice]:
 
 
 def pieces(segment: SparseSlice) -> list[SparseSlice]:
-    """Cut a dense segment, so that what encoding it takes beside its values is bounded."""
+    """Cut a dense segment into pieces, of which encoding takes bounded memory beside the values."""
     if segment.offsets is not None:
         return [segment]
     return [piece for part in cut(segment.span, _PIECE_ELEMENTS) if (piece := segment.clip(part)) is not None]

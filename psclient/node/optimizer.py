@@ -137,9 +137,16 @@ class NodeOptimizer(Optimizer):
         self._closed = self._is_stale = False
         patience = max(resolved.connect_seconds, resolved.patience_seconds)
         seconds = timeout_seconds or 3 * patience + 60
+        own = [] if module is None else module.parameters()
+        in_parts = any(map(is_dtensor, chain(own, *(each["params"] for each in self.param_groups))))
+        if not in_parts:  # before the processes meet: each refuses a model by itself
+            self._model = describe(module, self.param_groups, upload_frozen=resolved.upload_frozen)
         self._comm, self._wait_seconds = NodeComm(group, seconds), min(_WAIT_SECONDS, seconds / 2)
         self._ranks: Sharded | None = None
-        self._model, self._replica = self._described(module, method, upload_frozen=resolved.upload_frozen)
+        if in_parts:
+            self._model, self._replica = self._described_parts(module, method, upload_frozen=resolved.upload_frozen)
+        else:
+            self._replica = Replica(self._model.layout, self._model.parameters)
         more: dict[str, Any] = {} if self._ranks is None else {"_ranks": self._ranks}
         self._samples = SampleCounter(model) if model is not None else None
         if self._samples is not None:
@@ -158,19 +165,15 @@ class NodeOptimizer(Optimizer):
         self._share()
         self._regroup()
 
-    def _described(
+    def _described_parts(
         self, module: torch.nn.Module | None, method: Callable[..., Any], *, upload_frozen: bool
     ) -> tuple[TrainedModel, Replica]:
-        """Return the model, and what this process has of its values; of DTensors that is a part."""
-        own = [] if module is None else module.parameters()
-        in_parts = any(map(is_dtensor, chain(own, *(group["params"] for group in self.param_groups))))
-        if not in_parts:
-            model = describe(module, self.param_groups, upload_frozen=upload_frozen)
-            return model, Replica(model.layout, model.parameters)
+        """Return a model of DTensors, and this process's part of its values."""
         from psclient.model.part import Part
         from psclient.node.rank import Rank
         from psclient.node.sharded import Sharded, digest_of_all
 
+        self._comm.gather([0])  # nobody leaves, because it refuses the model, while another one still connects
         kind: Any = method
         while isinstance(kind, partial):
             kind = kind.func
@@ -472,11 +475,8 @@ class NodeOptimizer(Optimizer):
         if self._ranks is not None:
             self._ranks.rank.part.check()
             drifted = self._replica.drifted()
-        return self._position_of(self._replica.loaded()), self._position_of(drifted)
-
-    def _position_of(self, name: str | None) -> int:
-        names = (spec.name for spec in self._model.layout.parameters)
-        return -1 if name is None else next(n for n, each in enumerate(names) if each == name)
+        layout = self._model.layout
+        return layout.position(self._replica.loaded()), layout.position(drifted)
 
     def _check_all_do(self, call: _Call, found: Sequence[Sequence[int]]) -> None:
         for rank, (other, value, *_) in enumerate(found):
@@ -520,7 +520,7 @@ class NodeOptimizer(Optimizer):
         return error
 
     def _tensors(self) -> list[torch.Tensor]:
-        """Return what the leader passes on, in an order that all processes share."""
+        """Return the tensors that the leader passes on, in an order that all processes share."""
         return [*(() if self._ranks is not None else self._model.parameters), *self._model.buffers.now()]
 
     def _share(self) -> None:

@@ -1,4 +1,4 @@
-"""What one rank of a sharded worker does on its own blocks, when the leader asks for it."""
+"""One rank of a sharded worker: it works on its own blocks, when the leader asks for it."""
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from psclient.model.part import Part
 from psclient.model.replica import DIGEST_BLOCK, Replica
 from psclient.model.requirements import local_of
 from psclient.report import StepReport
-from pscore.model.layout import ModelLayout, Span
+from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.selection import SELECTORS
 from pscore.wire.dense import bytes_of
@@ -25,7 +25,7 @@ from pscore.wire.dense import bytes_of
 
 @dataclass
 class Selected:
-    """What a rank has selected: a parameter's position and entries, as :meth:`Part.outgoing` has them.
+    """A rank's selection: a parameter's position and entries, as :meth:`Part.outgoing` has them.
 
     ``wanted`` and ``found`` count entries, as a :class:`StepReport` does.
     """
@@ -120,7 +120,7 @@ class Rank:
         return [each for each in self.part.outgoing(slices) if self.speaks[each[0]]]
 
     def abandon(self) -> None:
-        """Restore what was selected for groups that :meth:`compress` was not asked for."""
+        """Restore the entries of groups that :meth:`compress` was not asked for."""
         self.selector.abandon()
 
     def restore(self, segments: Iterable[SparseSlice], *, at_once: bool) -> None:
@@ -183,13 +183,7 @@ class Rank:
 
     def not_finite(self) -> int:
         """Return the position of the first block with a value that is not finite; −1 if there is none."""
-        name = self.values.not_finite()
-        return -1 if name is None else position_of(self.part.whole.layout, name)
-
-
-def position_of(layout: ModelLayout, name: str) -> int:
-    """Return the position of a parameter."""
-    return next(position for position, spec in enumerate(layout.parameters) if spec.name == name)
+        return self.part.whole.layout.position(self.values.not_finite())
 
 
 def octets_in(tensor: torch.Tensor, mine: range) -> torch.Tensor:

@@ -18,7 +18,6 @@ from psclient.compress.gradients import Gradients
 from psclient.compress.groups import ParamGroups
 from psclient.compress.host_table import Choice
 from psclient.compress.method import Method, State
-from psclient.compress.selector import Grouping
 from psclient.errors import SparsepsError
 from psclient.model.blocks import Block, block_of, describe_blocks, owners_of, read_blocks
 from psclient.model.module import TrainedModel
@@ -69,7 +68,7 @@ def digest_of_all(tensor: torch.Tensor, comm: NodeComm) -> bytes:
 
 
 class Sharded:
-    """The ranks together: on the leader the home of its engine, and on the others what serves it.
+    """The ranks together: on the leader the home of its engine; on the others it serves the leader's commands.
 
     Args:
         rank: this one's blocks.
@@ -111,7 +110,6 @@ class Sharded:
         states: MutableMapping[torch.Tensor, State],
         groups: ParamGroups,
         choice: Choice,
-        grouping: Grouping,
     ) -> "Sharded":
         """Meet the other ranks, and return this."""
         part = self._rank.part
@@ -173,9 +171,9 @@ class Sharded:
     def attempt(
         self, do: str, mine: Callable[[], Found], received: Callable[[int, Any], Found], **command: Any
     ) -> tuple[list[tuple[int, Found]], list[SparsepsError]]:
-        """Give a command, and return what each rank has found, with its number, and the errors of the others.
+        """Give a command, and return each rank's number and result, and the errors of the others.
 
-        ``received`` gets a rank, and what it has told.
+        ``received`` gets a rank, and its answer.
         """
         self.tell(do, **command)
         found: list[tuple[int, Found]] = []
@@ -198,7 +196,7 @@ class Sharded:
     def ask(
         self, do: str, mine: Callable[[], Found], received: Callable[[int, Any], Found], **command: Any
     ) -> list[Found]:
-        """Give a command, and return what each rank has found; raises the first rank's error once all are through."""
+        """Give a command, and return each rank's result; raises the first rank's error once all are through."""
         found, faults = self.attempt(do, mine, received, **command)
         if faults:
             raise faults[0]
@@ -214,14 +212,14 @@ class Sharded:
     def select(
         self, do: str, group: range, values: Sequence[Mapping[str, float]], mine: Callable[[], Selected], **command: Any
     ) -> tuple[list[SparseSlice], list[Selected], list[SparsepsError]]:
-        """Have all ranks select; return the entries in the whole layout, what each has selected, and errors."""
+        """Have all ranks select; return the entries in the whole layout, each rank's selection, and errors."""
         found, faults = self.attempt(
             do, mine, self._receive_selected, group=[group.start, group.stop], values=values, **command
         )
         return self._combined(found), [each for _, each in found], faults
 
     def _receive_selected(self, rank: int, told: Any) -> Selected:
-        """Read what :meth:`_send_selected` wrote."""
+        """Read the selection that :meth:`_send_selected` wrote."""
         offsets = torch.from_numpy(self._comm.receive(rank).view(np.int64))
         values = torch.from_numpy(self._comm.receive(rank).view(np.float32))
         entries, first, first_offset = [], 0, 0
@@ -288,23 +286,21 @@ class Sharded:
         """Yield the values of a span, a parameter at a time; see :meth:`ShardedValues.read`."""
         layout = self.model.layout
         parts = list(layout.overlapping(span))
-        held = [
-            [range_of(self._blocks[rank][n], layout.offsets[n], common) if self._speaks[rank][n] else range(0)]
-            for rank in range(len(self._blocks))
-            for n, common in parts
+        by_rank = [
+            [range_of(blocks[n], layout.offsets[n], common) if speaks[n] else range(0) for n, common in parts]
+            for blocks, speaks in zip(self._blocks, self._speaks, strict=True)
         ]
-        by_rank = [held[first : first + len(parts)] for first in range(0, len(held), len(parts))]
         self.tell("read", span=[span.start, span.end])
         found = [self._rank.read(span)]
         for rank in range(1, len(by_rank)):
-            count = sum(len(mine) for [mine] in by_rank[rank])
+            count = sum(map(len, by_rank[rank]))
             told = self._comm.receive(rank).view(np.float32) if count else np.empty(0, np.float32)
             found.append(torch.from_numpy(told))
         taken = [0] * len(found)
         for number, (position, common) in enumerate(parts):
             values = torch.empty(common.length, dtype=torch.float32, device="cpu")
             for rank, of_rank in enumerate(by_rank):
-                [mine] = of_rank[number]
+                mine = of_rank[number]
                 if len(mine):
                     part = found[rank][taken[rank] : taken[rank] + len(mine)]
                     taken[rank] += len(mine)
@@ -337,7 +333,7 @@ class Sharded:
 
     @torch.no_grad()
     def serve(self) -> None:
-        """Do what the leader asks, until it says that the call is over."""
+        """Carry out the leader's commands, until it says that the call is over."""
         try:
             while (command := json.loads(self._comm.broadcast_bytes()))["do"] != "end":
                 self._do(command)
@@ -394,7 +390,7 @@ class Sharded:
                 digest_of_all(self.model.frozen[command["number"]], self._comm)
 
     def _answer(self, work: Callable[[], Found]) -> Found | None:
-        """Tell the leader what some work has found, or the error."""
+        """Send the leader the result of some work, or its error."""
         try:
             found = work()
         except SparsepsError as error:

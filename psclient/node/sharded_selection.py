@@ -67,7 +67,7 @@ class ShardedSelection:
         ]
 
     def abandon(self) -> None:
-        """Restore what ranks have selected for groups that :meth:`compress` was not asked for."""
+        """Restore the entries, on all ranks, of groups that :meth:`compress` was not asked for."""
         self._ranks.tell("abandon")
         self._ranks.rank.abandon()
 

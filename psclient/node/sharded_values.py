@@ -46,7 +46,7 @@ class ShardedValues:
         self._ranks.rank.values.accept()
 
     def digest(self) -> bytes:
-        """Return what :meth:`Replica.digest` would of all values; those that no rank has whole are read here."""
+        """Return the digest of :meth:`Replica.digest`; blocks that no rank has whole are read here."""
         known, digest = self._ranks.checksums(), hashlib.sha256()
         for position, spec in enumerate(self.layout.parameters):
             if not spec.numel:

@@ -188,6 +188,10 @@ class ModelLayout:
         viewed = [replace(spec, dtype=dtype) if spec.dtype == torch.float32 else spec for spec in self.parameters]
         return replace(self, parameters=tuple(viewed))
 
+    def position(self, name: str | None) -> int:
+        """Return the position of the parameter of this name; −1 for ``None``. :class:`ValueError` if there is none."""
+        return -1 if name is None else [spec.name for spec in self.parameters].index(name)
+
     def span(self, position: int) -> Span:
         """Return the span of parameter number ``position``."""
         return Span(self.offsets[position], self.offsets[position + 1])

@@ -36,5 +36,5 @@ class Adagrad(ScaledBySquares):
         super().__init__(settings, options["eps"], first, layout, span, theta)
 
     def coefficients(self, updates: int) -> tuple[float, float, float]:
-        """Return 1, 1, and by what the rates have fallen."""
+        """Return 1, 1, and the share that is left of the rates."""
         return 1.0, 1.0, 1 / (1 + updates * self._decay)

@@ -90,14 +90,13 @@ class ScaledBySquares(UpdateRule):
 
     def apply(self, push: SparseSlice | None, context: PushContext = PLAIN) -> ChangedIndices:
         """Step once; a push without entries is a step of zeros if it has samples, as it may have entries elsewhere."""
-        has_entries = push is not None and push.entries > 0
-        if not has_entries and not context.samples:
+        sent = push if push is not None and push.entries else None
+        if sent is None and not context.samples:
             return changed_by(push)
         alpha, rest, slowed = self.coefficients(self._updates)
         factor = self._factor * alpha
-        if has_entries:
-            assert push is not None
-            self._step(push, context, slowed, factor, rest)
+        if sent is not None:
+            self._step(sent, context, slowed, factor, rest)
         self._updates, self._factor = self._updates + 1, factor
         if factor < _LEAST_FACTOR:
             self.overwrites(self._squares, None)

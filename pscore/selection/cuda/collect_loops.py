@@ -1,4 +1,4 @@
-"""The compiled loop of :mod:`pscore.selection.cuda.launches`: what a device has brought down, as entries."""
+"""The compiled loop of :mod:`pscore.selection.cuda.launches`: the entries of a device's output."""
 
 # mypy: ignore-errors
 

@@ -278,26 +278,6 @@ def read_bitmap(data, count, base, offsets):
 
 
 @compiled
-def count_runs(offsets):
-    """Return how many runs of neighbours rising offsets (int64) consist of."""
-    runs = np.int64(offsets.size > 0)
-    for i in range(1, offsets.size):
-        runs += np.int64(offsets[i] != offsets[i - 1] + 1)
-    return runs
-
-
-@compiled
-def find_runs(offsets, starts, ends):
-    """Fill in the first offset of each run of neighbours, and the place of its last one among all."""
-    run = 0
-    for i in range(offsets.size):
-        if i == 0 or offsets[i] != offsets[i - 1] + 1:
-            starts[run] = offsets[i]
-            run += 1
-        ends[run - 1] = i
-
-
-@compiled
 def read_runs(starts, ends, offsets):
     """Fill in the offsets (int64) of runs that begin at ``starts``; return whether they rise strictly.
 

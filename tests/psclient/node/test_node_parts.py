@@ -174,3 +174,12 @@ def test_arguments_behind_the_parameters_are_the_method_s(alone, server):
         model(torch.ones(3, 4)).sum().backward()
         optimizer.step()
         assert optimizer.version == 1
+
+
+def test_a_model_is_refused_before_the_processes_meet(alone, monkeypatch):
+    """Else one that refuses it and leaves breaks another one's connecting, which then does not say why."""
+    monkeypatch.setattr("psclient.node.optimizer.NodeComm", lambda *_: pytest.fail("it has met the others"))
+    model = nn.Linear(4, 2)
+    model.weight._fsdp_flattened = True
+    with pytest.raises(ConfigurationError, match="FullyShardedDataParallel"):
+        psclient.NodeOptimizer(psclient.DGS, model.parameters(), lr=0.1, model=model, server="127.0.0.1:1")

@@ -1,6 +1,7 @@
 """Adagrad by entries is that of torch, and a push of some entries is one of all, the others being zero."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -8,27 +9,14 @@ import torch
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.model.training_mode import TrainingMode
 from psservice.rules.base import PushContext
-from tests.psservice.service_makers import F32, bits, layout_of
+from tests.psservice.scaled_makers import SIZE, random, rule_of
+from tests.psservice.scaled_makers import said as said_of
+from tests.psservice.service_makers import bits
 
-LAYOUT = layout_of(((30, 20), F32), (7, F32), ((200, 4), F32))
-SIZE = LAYOUT.size
 PLAIN, SLOWED = {"lr": 0.05}, {"lr": 0.05, "lr_decay": 0.1, "eps": 1e-6, "initial_accumulator_value": 0.3}
+said = partial(said_of, "Adagrad")
 each_kind = pytest.mark.parametrize("options", [PLAIN, SLOWED], ids=["plain", "slowed"])
-
-
-def said(groups=None, **options):
-    found = {"update": "adagrad", "optimizer": json.dumps({"name": "Adagrad", "options": options})}
-    return found | ({"groups": json.dumps(groups)} if groups is not None else {})
-
-
-def rule_of(method_settings, theta, span=None):
-    return TrainingMode.of(method_settings).rule(LAYOUT, span or Span(0, SIZE), theta)
-
-
-def random(seed, count=SIZE):
-    return torch.randn(count, generator=torch.Generator().manual_seed(seed))
 
 
 def push_of(seed, density):
@@ -87,7 +75,7 @@ def test_a_restored_rule_and_one_of_other_borders_go_on(options):
 def test_a_shard_that_a_push_sends_nothing_to_counts_the_step_all_the_same(name):
     """As one shard would, which has all rows; a flush, which has no samples, is no step."""
     options = SLOWED if name == "Adagrad" else {"lr": 0.05, "alpha": 0.6}
-    settings = {"update": name.lower(), "optimizer": json.dumps({"name": name, "options": options})}
+    settings = said_of(name, **options)
     spans = Span(0, 600), Span(600, SIZE)
     whole, parts = random(0), [random(0)[span.start : span.end].clone() for span in spans]
     one = rule_of(settings, whole)

@@ -1,6 +1,7 @@
 """RMSprop by entries is that of torch on gradients that are zero elsewhere, whatever is sent and wherever it is cut."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,26 +12,13 @@ from hypothesis import strategies as st
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import ErrorCode, Rejected
-from psservice.model.training_mode import TrainingMode
 from psservice.rules import scaled_by_squares
 from psservice.rules.base import PushContext
-from tests.psservice.service_makers import F32, bits, cloned, layout_of
+from tests.psservice.scaled_makers import SIZE, random, rule_of
+from tests.psservice.scaled_makers import said as said_of
+from tests.psservice.service_makers import bits, cloned
 
-LAYOUT = layout_of(((30, 20), F32), (7, F32), ((200, 4), F32))
-SIZE = LAYOUT.size
-
-
-def said(groups=None, **options):
-    found = {"update": "rmsprop", "optimizer": json.dumps({"name": "RMSprop", "options": options})}
-    return found | ({"groups": json.dumps(groups)} if groups is not None else {})
-
-
-def rule_of(method_settings, theta, span=None):
-    return TrainingMode.of(method_settings).rule(LAYOUT, span or Span(0, SIZE), theta)
-
-
-def random(seed, count=SIZE):
-    return torch.randn(count, generator=torch.Generator().manual_seed(seed))
+said = partial(said_of, "RMSprop")
 
 
 def push_of(seed, density, span=None):
