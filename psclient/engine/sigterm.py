@@ -65,6 +65,8 @@ class Handler:
                 worker.expect_end()
         elif workers or _is_beginning_here():
             if _push_all(workers, leave=True):
+                # A DataLoader's handler raises if a process of its own has ended: that would take the place of this.
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 raise SystemExit(128 + number)
         else:
             signal.signal(number, signal.SIG_DFL)

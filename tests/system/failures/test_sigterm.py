@@ -193,6 +193,31 @@ def test_a_signal_to_the_whole_job_with_its_loader_processes_loses_nothing(serve
     assert -moved[0, 0].item() >= 4 * (3 + len(out.splitlines()))
 
 
+ENDING = """
+import os, signal, sys, torch, psclient
+def fail(*_): raise RuntimeError("a loader has ended")
+signal.signal(signal.SIGCHLD, fail)  # as a DataLoader with processes does
+layer = torch.nn.Linear(4, 4, bias=False)
+optimizer = psclient.ASGD(layer.parameters(), lr=1.0, model=layer, server=sys.argv[1])
+print("begins", flush=True)
+try:
+    while True:
+        optimizer.zero_grad()
+        layer(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+finally:
+    os.kill(os.getpid(), signal.SIGCHLD)
+"""
+
+
+def test_a_loader_that_ends_at_the_same_signal_does_not_change_the_status(server):
+    job = subprocess.Popen([sys.executable, "-c", ENDING, server.server], stdout=subprocess.PIPE, text=True)
+    assert job.stdout.readline() == "begins\n"
+    job.terminate()
+    job.communicate(timeout=100)
+    assert job.returncode == 143
+
+
 def pushed_weight(server):
     return psclient.download(server.server)["weight"]
 
