@@ -42,7 +42,7 @@ ENTRY_BYTES = 6  # of an entry that is wanted: what a device must bring down at 
 
 @dataclass
 class Counted:
-    """Calls and bytes of a step, and the host's own time, without the device's."""
+    """Calls and bytes of a step, and the host's own time on its processors, without the device's."""
 
     launches: int = 0
     copies_up: int = 0
@@ -79,21 +79,22 @@ class _FakeDevice(DeviceKernels):
 
     def launch(self, rows: NDArray[Any], pieces: Pieces, *arguments: Any, **options: Any) -> Pending:
         pending = super().launch(rows, pieces, *arguments, **options)
-        started = time.perf_counter()
-        room = int(rows["room"][-1] + rows["fits"][-1])
-        sections = launches._sections(pending._host, len(rows), pieces.rows.size, room)
-        _, _, taken, excess, thresholds, counts, values, inner = (section.numpy() for section in sections)
-        taken[:], excess[:], thresholds[:] = rows["wanted"], 1.0, 1.0
+        started = time.process_time()
+        taken, thresholds, excess, counts, lines = launches._sections(pending._host, len(rows), pieces)[2:]
         sizes = np.bincount(pieces.rows, minlength=len(rows))
         each, first = rows["wanted"] // sizes, rows["wanted"] % sizes
         place = np.arange(pieces.rows.size) - pieces.of_rows[pieces.rows]
-        counts[:] = each[pieces.rows] + (place < first[pieces.rows])
-        values[:] = 1.0
-        total = int(counts.sum())
-        inner[:total] = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+        taken[:], thresholds[:], excess[:] = torch.from_numpy(rows["wanted"]), 1.0, 1.0
+        counts.numpy()[:] = each[pieces.rows] + (place < first[pieces.rows])
+        found = counts.numpy()
+        table = lines.view(-1, launches.LINE_BYTES).numpy()
+        table.view(np.float32)[:, : launches.LINE] = 1.0
+        inner = table.view(np.int16)[:, 2 * launches.LINE :]
+        at = np.arange(found.sum())
+        inner[at // launches.LINE, at % launches.LINE] = at - np.repeat(np.cumsum(found) - found, found)
         mask, tables = pieces.rows.size * self._block // 8, 12 * pieces.rows.size + rows.nbytes
-        self._counted.device_bytes += pending._host.numel() + mask + tables
-        self._counted.host_seconds -= time.perf_counter() - started  # the device's work
+        self._counted.device_bytes += pending._host.numel() + pending._rest.numel() + mask + tables
+        self._counted.host_seconds -= time.process_time() - started  # the device's work
         return pending
 
 
@@ -109,9 +110,9 @@ def _counting(counted: Counted) -> Iterator[None]:
     def download(own: Any, tensor: torch.Tensor) -> Any:
         counted.copies_down += 1
         counted.bytes_down += tensor.numel() * tensor.element_size()
-        started = time.perf_counter()
+        started = time.process_time()
         copied = copy(own, tensor)
-        counted.host_seconds -= time.perf_counter() - started  # a device copies beside the host
+        counted.host_seconds -= time.process_time() - started  # a device copies beside the host
         return copied
 
     def waited(own: Pending) -> None:
@@ -146,9 +147,9 @@ def count(layout: ModelLayout) -> tuple[Counted, int, int]:
     for _ in range(2):  # the first fills tables that stay
         vars(counted).update(vars(Counted()))
         with _counting(counted):
-            started = time.perf_counter()
+            started = time.process_time()
             sent = [selector.compress(group, gradients, 1.0, StepReport(0)) for group in grouping.groups]
-            counted.host_seconds += time.perf_counter() - started
+            counted.host_seconds += time.process_time() - started
         entries = sum(sum(each.entries.values()) for each in sent)
     return counted, entries, len(grouping.groups)
 

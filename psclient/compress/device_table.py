@@ -1,4 +1,4 @@
-"""The tensors of a group on a device as one table, which three launches update and select from."""
+"""The tensors of a group on a device as one table, which four launches update and select from."""
 
 from collections.abc import Mapping, Sequence
 

@@ -175,6 +175,7 @@ class Selector:
         parts: dict[range, list[SparseSlice]] = {group: [] for group in groups}
         ends = self._model.layout.offsets
         for each in sent.slices:
+            mine: list[tuple[Integers, int]] = []
             for group in groups:
                 span = Span(ends[group.start], ends[group.stop])
                 if each.offsets is None:
@@ -183,12 +184,10 @@ class Selector:
                     continue
                 offsets, first = each.offsets.numpy(), span.start - each.span.start
                 low, high = np.searchsorted(offsets, (first, first + span.length)).tolist()
-                mine = offsets[low:high]
-                parts[group].append(SparseSlice(span, torch.from_numpy(mine), each.values[low:high]))
-            for group in groups if each.offsets is not None else ():
-                where = parts[group][-1].offsets
-                assert where is not None
-                where.sub_(ends[group.start] - each.span.start)
+                mine.append((offsets[low:high], first))
+                parts[group].append(SparseSlice(span, torch.from_numpy(offsets[low:high]), each.values[low:high]))
+            for offsets, first in mine:  # in numpy: torch would start threads, and wait for them on a loaded machine
+                offsets -= first
         return parts
 
     def _compress(self, group: range, gradients: Gradients, scale: Scale, report: StepReport) -> Sent:

@@ -1,4 +1,4 @@
-"""Selection on a GPU: all tensors of a device in three launches of Triton's kernels."""
+"""Selection on a GPU: all tensors of a device in four launches of Triton's kernels."""
 
 import logging
 from functools import cache

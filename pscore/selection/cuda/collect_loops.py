@@ -2,27 +2,32 @@
 
 # mypy: ignore-errors
 
+import numpy as np
+
 from pscore.jit import compiled
 
 
 @compiled
-def collect(rows, starts, counts, taken, rooms, inner, values, offsets, kept):
-    """Write the entries of accepted rows, end to end, to ``offsets`` (int64) and ``kept`` (fp32).
+def collect(low, high, starts, ends, of_values, of_places, offsets, values):
+    """Write the entries of the lines ``[low, high)`` to ``offsets`` (int64) and ``values`` (fp32).
 
-    Piece after piece: ``rows`` has the row of each, ``starts`` where its offsets count from, ``counts`` its entries. A
-    row's entries begin at its place in ``rooms``: places within their pieces, ``inner``, and ``values``. A row with
-    ``taken`` below 0 has none.
+    ``of_values`` and ``of_places`` have a row for each line: values, and places within the piece. ``starts`` has where
+    each piece's offsets count from, ``ends`` where its entries end.
     """
-    total, place, row = 0, 0, -1
-    for piece in range(rows.size):
-        if rows[piece] != row:
-            row = rows[piece]
-            place = rooms[row]
-        if taken[row] < 0:
-            continue
-        start = starts[piece]
-        for i in range(counts[piece]):
-            offsets[total + i] = start + inner[place + i]
-            kept[total + i] = values[place + i]
-        total += counts[piece]
-        place += counts[piece]
+    width = of_values.shape[1]
+    piece = np.searchsorted(ends, low * width, "right")
+    for line in range(low, high):
+        base = line * width
+        count = min(width, offsets.size - base)
+        for i in range(count):
+            values[base + i] = of_values[line, i]
+        done = 0
+        while done < count:
+            start, stop = starts[piece], min(ends[piece] - base, count)
+            for i in range(done, stop):
+                offsets[base + i] = start + of_places[line, i]
+            done = stop
+            if ends[piece] == base + done:
+                piece += 1
+                while piece < ends.size and ends[piece] == base + done:
+                    piece += 1

@@ -1,12 +1,13 @@
 """Launches the kernels of :mod:`pscore.selection.cuda.triton_kernels`, over all tensors of a device at once.
 
-A selection is three launches in a side stream, between one copy to the device and one back (docs/internals/kernels.md).
+A selection is four launches in a side stream, between one copy to the device and one back (docs/internals/kernels.md).
 """
 
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,11 +16,12 @@ from numpy.typing import NDArray
 
 from pscore.selection.host import segments
 from pscore.selection.host.segments import KINDS
+from pscore.selection.host.threads import in_parallel, parts_of
 from pscore.selection.rule import Integers, Reals
 
 ROW = np.dtype(
     [
-        *((name, "i8") for name in ("memory", "momentum", "length", "room", "piece")),
+        *((name, "i8") for name in ("memory", "momentum", "length", "room", "piece", "part", "above")),
         *((name, "i8") for name in ("wanted", "least", "most", "fits")),
         *((name, segments.ROW[name]) for name in segments.ROW.names or ()),
         ("masked", "?"),
@@ -29,11 +31,11 @@ ROW = np.dtype(
 )
 """A tensor: the fields of :data:`pscore.selection.host.segments.ROW`, and more.
 
-Addresses of ``memory`` (0: none) and ``momentum``; elements; ``room``, where its entries start in the output; its first
-piece; entries that are wanted; the least and the most that a search may find; how many fit into its part of the output:
-more are not accepted. ``masked``: the momentum becomes 0 if one of at most ``most`` entries is taken. ``aligned``:
-all addresses are multiples of 16. All elements of a ``whole`` tensor fit. A row without a gradient is selected from as
-it is."""
+Addresses of ``memory`` (0: none) and ``momentum``; elements; ``room``, where a ``whole`` tensor starts in the output;
+its first piece, and the first part of its pieces; ``above``, in which the device counts its marks from 0 on; entries
+that are wanted; the least and the most that a search may find; how many fit: more are not accepted. ``masked``: the
+momentum becomes 0 if one of at most ``most`` entries is taken. ``aligned``: all addresses are multiples of 16. All
+elements of a ``whole`` tensor fit. A row without a gradient is selected from as it is."""
 
 TARGET = np.dtype([("address", "i8"), ("master", "i8"), ("shift", "i8"), ("kind", "i8")])
 """Scatter target: parameter address, address of its fp32 master (the same if fp32), shift added to the entries'
@@ -42,13 +44,18 @@ offsets, and dtype as in :data:`~pscore.selection.host.segments.KINDS`."""
 KINDS_BY_NAME = {str(dtype).removeprefix("torch."): kind for dtype, kind in KINDS.items()}
 
 OUTPUT_BYTES = 6
-"""Of an entry that may be taken: an fp32 value, and its place within the piece."""
+"""Of an entry that may be taken: an fp32 value, and its place within the piece, int16."""
+
+LINE = 32
+"""Entries of a line of output: so many values, and then so many places. Any number of lines is one copy."""
+
+LINE_BYTES = LINE * OUTPUT_BYTES
 
 SCATTERED_BYTES = 64 << 20
 """Of entries that are copied to a device at once."""
 
 _ENTRIES = 1024  # of a piece that is scattered
-_TILE = 1024
+_TILE = 1024  # pieces of a part, and parts that are arranged together
 _DIGITS = ((20, 2048), (10, 1024), (0, 1024))  # (place, values): of a magnitude's bits, the highest first
 
 
@@ -107,16 +114,28 @@ def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torc
 
 
 class Pieces:
-    """The pieces of tensors of these sizes, none of which is 0, and where each starts among all ``starts``."""
+    """The pieces of tensors of these sizes, none of which is 0, and where each starts among all ``starts``.
+
+    Parts are of neighbouring pieces of a tensor, so that many programs add up a large one.
+    """
 
     def __init__(self, sizes: Integers, starts: Integers, block: int, device: torch.device) -> None:
         counts = -(-sizes // block)
-        self.of_rows = np.cumsum(counts) - counts
-        self.rows = np.repeat(np.arange(sizes.size), counts)
-        first = (np.arange(self.rows.size) - self.of_rows[self.rows]) * block
-        self.starts = starts[self.rows] + first
-        (table,) = to_device([np.stack([self.rows, first], 1)], device)
-        self.table = table.view(torch.int64)
+        self.of_rows, self.rows, first = _cut(counts)
+        self.starts = starts[self.rows] + first * block
+        self.parts_of_rows, of_parts, number = _cut(-(-counts // _TILE))
+        self.parts = of_parts.size
+        low = number * _TILE
+        of_part = np.stack([of_parts, self.of_rows[of_parts] + low, np.minimum(_TILE, counts[of_parts] - low)], 1)
+        pieces, parts = to_device([np.stack([self.rows, first * block], 1), of_part], device)
+        self.table, self.part_table = pieces.view(torch.int64), parts.view(torch.int64)
+
+
+def _cut(counts: Integers) -> tuple[Integers, Integers, Integers]:
+    """Number the parts of things that have so many: each thing's first, and of each part its thing and place in it."""
+    first = np.cumsum(counts) - counts
+    things = np.repeat(np.arange(counts.size), counts)
+    return first, things, np.arange(things.size) - first[things]
 
 
 class UnsoundError(ArithmeticError):
@@ -144,10 +163,12 @@ class Found(NamedTuple):
 class Pending:
     """A selection, or a writing out, that is under way."""
 
-    def __init__(self, stream: SideStream, packed: torch.Tensor, rows: NDArray[Any], pieces: Pieces, room: int) -> None:
-        """Start the copy to the host; the side stream must be entered."""
-        self._rooms, self._pieces, self._room = rows["room"].copy(), pieces, room
-        self._host, self._copied = stream.copy_to_host(packed)
+    def __init__(self, stream: SideStream, packed: torch.Tensor, rows: int, pieces: Pieces, soon: int) -> None:
+        """Start to copy the head of the output to the host, and its first bytes of entries; inside ``entered()``."""
+        self._stream, self._rows, self._pieces = stream, rows, pieces
+        end = _head_bytes(rows, pieces) + soon
+        self._rest = packed[end:]
+        self._host, self._copied = stream.copy_to_host(packed[:end])
 
     def wait(self) -> None:
         """Wait for this selection, and nothing that was launched after it."""
@@ -156,47 +177,81 @@ class Pending:
 
     def whole(self) -> torch.Tensor:
         """Wait for tensors that are written out; return their values, fp32, one after the other."""
-        return self._arrived()[4]
+        return self._arrived()[-1].view(torch.float32)
 
     def collect(self) -> Found:
-        """Wait for this selection; return the entries, on the host."""
-        taken, excess, thresholds, counts, values, inner = (section.numpy() for section in self._arrived())
-        from pscore.selection.cuda.collect_loops import collect
-
-        total, pieces = int(taken.clip(0).sum()), self._pieces
-        offsets, kept = np.empty(total, np.int64), np.empty(total, np.float32)
-        collect.on(total + counts.size)(
-            pieces.rows, pieces.starts, counts, taken, self._rooms, inner, values, offsets, kept
-        )
-        return Found(offsets, kept, taken.copy(), excess.copy(), thresholds.copy())
+        """Wait for this selection; return the entries, on the host: for more than were expected a second copy."""
+        *parts, lines = self._arrived()
+        taken, thresholds, excess, counts = (part.numpy() for part in parts)
+        accepted = taken >= 0
+        ends = np.cumsum(np.where(accepted[self._pieces.rows], counts, 0))
+        total = int(ends[-1])
+        more = LINE_BYTES * -(-total // LINE) - lines.numel()
+        if more > 0:
+            with self._stream.entered():
+                rest, self._copied = self._stream.copy_to_host(self._rest[:more])
+            self.wait()
+            lines = torch.cat([lines, rest])
+        offsets, values = _listed(lines.numpy(), self._pieces.starts, ends)
+        sums = np.add.reduceat(excess, self._pieces.parts_of_rows)
+        return Found(offsets, values, taken.copy(), sums, thresholds.copy())
 
     def _arrived(self) -> list[torch.Tensor]:
         self.wait()
-        unsound, _, *sections = _sections(self._host, self._rooms.size, self._pieces.rows.size, self._room)
+        unsound, _, *sections = _sections(self._host, self._rows, self._pieces)
         if unsound.numpy()[0]:
             raise UnsoundError
         return sections
 
 
-def _sections(packed: torch.Tensor, rows: int, pieces: int, room: int) -> list[torch.Tensor]:
-    """Return the parts of an output, which one copy brings to the host, as far as it reaches.
+def _listed(lines: NDArray[np.int8], starts: Integers, ends: Integers) -> tuple[Integers, Reals]:
+    """Return the offsets and values of the entries in lines; each piece's entries end at its place in ``ends``."""
+    from pscore.selection.cuda.collect_loops import collect
 
-    Whether the input is unsound, its factor, what :class:`Found` has of rows, counts of pieces, and entries.
+    total = int(ends[-1])
+    offsets, values = np.empty(total, np.int64), np.empty(total, np.float32)
+    table = lines.reshape(-1, LINE_BYTES)[: -(-total // LINE)]
+    of_values, of_places = table.view(np.float32)[:, :LINE], table.view(np.int16)[:, 2 * LINE :]
+    cuts = [len(table) * part // parts_of(total) for part in range(parts_of(total) + 1)]
+    loop = collect.on(total)
+    in_parallel(
+        [slice(*cut) for cut in pairwise(cuts)],
+        lambda part: loop(part.start, part.stop, starts, ends, of_values, of_places, offsets, values),
+    )
+    return offsets, values
+
+
+def _head(rows: int, pieces: Pieces) -> list[tuple[torch.dtype, int]]:
+    """Return dtype and size of what an output has before its entries.
+
+    Whether the input is unsound, its factor, what :class:`Found` has of rows, excess of parts, and counts of pieces.
     """
-    parts = (
+    return [
         (torch.int32, 1),
         (torch.float32, 1),
         (torch.int64, rows),
         (torch.float64, rows),
-        (torch.float64, rows),
-        (torch.int32, pieces),
-    )
+        (torch.float64, pieces.parts),
+        (torch.int32, pieces.rows.size),
+    ]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 16) * 16
+
+
+def _head_bytes(rows: int, pieces: Pieces) -> int:
+    return sum(_aligned(dtype.itemsize * count) for dtype, count in _head(rows, pieces))
+
+
+def _sections(packed: torch.Tensor, rows: int, pieces: Pieces) -> list[torch.Tensor]:
+    """Return the parts of an output: those of its head, and the bytes of its entries, as far as they are there."""
     sections, start = [], 0
-    for dtype, count in (*parts, (torch.float32, room), (torch.int16, room)):
+    for dtype, count in _head(rows, pieces):
         size = dtype.itemsize * count
         sections.append(packed[start : start + size].view(dtype))
-        start += -(-size // 16) * 16
-    return sections
+        start += _aligned(size)
+    return [*sections, packed[start:]]
 
 
 class DeviceKernels:
@@ -239,18 +294,22 @@ class DeviceKernels:
         it is not 0, nothing changes, and the result is :class:`UnsoundError`.
         """
         count, is_whole = pieces.rows.size, bool(rows["whole"].all())
-        room = int(rows["room"][-1] + rows["fits"][-1])
+        if is_whole:  # others may lie between them
+            room = 4 * int(rows["room"][-1] + rows["fits"][-1])
+        else:
+            room = LINE_BYTES * -(-int(rows["fits"].sum()) // LINE)
         with self._stream.entered():
             (table,) = to_device([rows], self._device)
-            size = sum(-(-each // 16) * 16 for each in (4, 4, *3 * (8 * len(rows),), 4 * count, 4 * room, 2 * room))
-            packed = self._empty(size, torch.int8)
-            bad, by, taken, sums, thresholds, counts, values, inner = _sections(packed, len(rows), count, room)
+            packed = self._empty(_head_bytes(len(rows), pieces) + room, torch.int8)
+            bad, by, taken, thresholds, sums, counts, entries = _sections(packed, len(rows), pieces)
             bad.fill_(0 if unsound is None else unsound)
             by.fill_(clip)
-            excess, places = self._empty(count, torch.float32), self._empty(count, torch.int64)
+            whole = entries.view(torch.float32)
+            excess, places = self._empty(count, torch.float32), self._empty(count, torch.int32)
+            above, begins = self._empty(pieces.parts, torch.int32), self._empty(pieces.parts, torch.int64)
             mask = self._empty(count * self._block // 32, torch.int32)
             shape = {"BLOCK": self._block, "num_warps": 8, "enable_fp_fusion": False}
-            wide = {**shape, "num_warps": 32}
+            tiles = {"TILE": _TILE, "num_warps": 8, "enable_fp_fusion": False}
             if search:
                 state = torch.zeros(3 * len(rows), dtype=torch.int64, device=self._device)
                 bins = torch.zeros(2048 * len(rows), dtype=torch.int64, device=self._device)
@@ -259,15 +318,21 @@ class DeviceKernels:
                     self._kernels.histogram[(count,)](table, pieces.table, state, bins, **digit, **shape)
                     self._kernels.choose[(len(rows),)](table, state, bins, **digit, num_warps=8)
             self._kernels.update[(count,)](
-                table, pieces.table, bad, by, counts, excess, mask, values, PART=self._part, **shape
+                table, pieces.table, bad, by, counts, excess, mask, whole, PART=self._part, **shape
             )
             if is_whole:
-                return Pending(self._stream, packed[: -(-2 * room // 16) * -16], rows, pieces, room)
-            self._kernels.settle[(len(rows),)](
-                table, counts, excess, places, taken, sums, thresholds, TILE=_TILE, **shape
+                return Pending(self._stream, packed, len(rows), pieces, room)
+            self._kernels.settle[(pieces.parts,)](
+                table, pieces.part_table, counts, excess, places, above, sums, **tiles
             )
-            self._kernels.emit[(count,)](table, pieces.table, counts, places, taken, mask, values, inner, **wide)
-            return Pending(self._stream, packed, rows, pieces, room)
+            self._kernels.arrange[(1,)](
+                table, pieces.part_table, pieces.parts, above, begins, taken, thresholds, **tiles
+            )
+            self._kernels.emit[(count,)](
+                table, pieces.table, counts, places, begins, taken, mask, entries, PART=self._part, TILE=_TILE, **shape
+            )
+            soon = LINE_BYTES * -(-int(rows["most"].sum()) // LINE)
+            return Pending(self._stream, packed, len(rows), pieces, min(room, soon))
 
     def scatter(
         self, targets: NDArray[Any], counts: Integers, offsets: Integers | None, values: Reals, *, adds: bool

@@ -1,4 +1,4 @@
-"""Selects from all tensors of a device at once: the threshold of the last step, in three launches.
+"""Selects from all tensors of a device at once: the threshold of the last step, in four launches.
 
 The rule is that of :mod:`pscore.selection.rule`, with the same state. If a tensor's number of entries is not accepted,
 or no threshold is known, a search on the device finds one, for these tensors only; if equal magnitudes lie on both
@@ -50,7 +50,8 @@ class DeviceSegments:
         self.rows = np.zeros(sizes.size, ROW)
         self._kernels, self._starts = kernels, starts
         self._pieces = kernels.pieces(sizes, starts)
-        self.rows["length"], self.rows["piece"] = sizes, self._pieces.of_rows
+        self.rows["length"] = sizes
+        self.rows["piece"], self.rows["part"] = self._pieces.of_rows, self._pieces.parts_of_rows
         for name in ("scale", "retain", "rate", "unit"):
             self.rows[name] = 1
         self._pending: Pending | None = None
@@ -64,7 +65,7 @@ class DeviceSegments:
         rows["least"] = np.where(searched, np.ceil(wanted - off), 0)
         rows["most"] = np.where(searched, np.minimum(sizes, wanted + np.floor(off)), sizes)
         rows["fits"] = np.where(searched, np.minimum(sizes, ROOM * wanted), sizes)
-        rows["room"] = np.cumsum(rows["fits"]) - rows["fits"]
+        rows["room"] = np.cumsum(rows["fits"]) - rows["fits"]  # of tensors that are whole
 
     def launch(
         self, clip: float | torch.Tensor, states: Mapping[int, SelectorState], unsound: torch.Tensor | None = None
@@ -190,9 +191,8 @@ class DeviceSegments:
         """Select from some rows, as they are now, at thresholds that are searched for on the device."""
         rows = self.rows[numbers]
         pieces = self._kernels.pieces(rows["length"], self._starts[numbers])
-        rows["gradient"], rows["piece"] = 0, pieces.of_rows
+        rows["gradient"], rows["piece"], rows["part"] = 0, pieces.of_rows, pieces.parts_of_rows
         rows["threshold"], rows["fits"] = np.inf, rows["most"]
-        rows["room"] = np.cumsum(rows["most"]) - rows["most"]
         return self._kernels.launch(rows, pieces, search=True).collect()
 
     def _predict(self, found: Found, numbers: Integers) -> None:

@@ -13,15 +13,16 @@ Kernels are launched with ``enable_fp_fusion=False``, which gives the bits of th
 import triton
 import triton.language as tl
 
-from pscore.selection.cuda.launches import KINDS_BY_NAME, ROW, TARGET
+from pscore.selection.cuda.launches import KINDS_BY_NAME, LINE, LINE_BYTES, ROW, TARGET
 
 FLOAT16, BFLOAT16 = tl.constexpr(KINDS_BY_NAME["float16"]), tl.constexpr(KINDS_BY_NAME["bfloat16"])
 # Places of a row's fields, in bytes.
 ROW_BYTES = tl.constexpr(ROW.itemsize)
-MEMORY, MOMENTUM, GRADIENT, PARAMETERS, LENGTH, ROOM, PIECE, WANTED, LEAST, MOST, FITS = (
+MEMORY, MOMENTUM, GRADIENT, PARAMETERS, LENGTH, ROOM, PIECE, PART_OF, ABOVE, WANTED, LEAST, MOST, FITS = (
     tl.constexpr(ROW.fields[name][1])
     for name in (
-        "memory", "momentum", "gradient", "parameters", "length", "room", "piece", "wanted", "least", "most", "fits"
+        "memory", "momentum", "gradient", "parameters", "length", "room", "piece", "part", "above", "wanted", "least",
+        "most", "fits",
     )
 )  # fmt: skip
 SCALE, DECAY, FACTOR, RETAIN, RATE, UNIT, THRESHOLD, KEEP = (
@@ -31,6 +32,7 @@ SCALE, DECAY, FACTOR, RETAIN, RATE, UNIT, THRESHOLD, KEEP = (
 GRADIENT_KIND, PARAMETER_KIND, WHOLE, MASKED, ALIGNED = (
     tl.constexpr(ROW.fields[name][1]) for name in ("gradient_kind", "parameter_kind", "whole", "masked", "aligned")
 )
+ENTRIES_OF_LINE, BYTES_OF_LINE = tl.constexpr(LINE), tl.constexpr(LINE_BYTES)
 TARGET_BYTES = tl.constexpr(TARGET.itemsize)
 TARGET_ADDRESS, MASTER, SHIFT_BY, KIND = (
     tl.constexpr(TARGET.fields[name][1]) for name in ("address", "master", "shift", "kind")
@@ -167,57 +169,83 @@ def update(rows, pieces, unsound, clip, counts, excess, mask, whole, BLOCK: tl.c
 
 
 @triton.jit
-def settle(rows, counts, excess, places, taken, sums, thresholds, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Accept each row that has marked enough entries, and no more than fit, and give each of its pieces a place.
+def settle(rows, parts, counts, excess, places, above, sums, TILE: tl.constexpr):
+    """Add up a part's pieces: give each its place within the part, and the part's marks and excess to its row.
 
-    ``taken`` becomes the number of its entries, or -1 if it is not accepted; ``sums`` the row's excess.
+    A part is (row, first piece, pieces), int64, of at most ``TILE`` pieces. ``above`` gets its number of marks, which
+    is added to the row's too, ``sums`` its excess.
     """
-    number = tl.program_id(0).to(tl.int64)
-    row = rows + number * ROW_BYTES
-    first = _integer(row, PIECE)
-    pieces = tl.cdiv(_integer(row, LENGTH), BLOCK)
-    above, total = tl.zeros((), tl.int64), tl.zeros((), tl.float64)
-    for tile in range(0, pieces, TILE):
-        piece = tile + tl.arange(0, TILE)
-        count = tl.load(counts + first + piece, mask=piece < pieces, other=0).to(tl.int64)
-        tl.store(places + first + piece, above + tl.cumsum(count, 0) - count, mask=piece < pieces)
-        above += tl.sum(count, 0)
-        total += tl.sum(tl.load(excess + first + piece, mask=piece < pieces, other=0.0).to(tl.float64), 0)
-    threshold = _real(row, THRESHOLD)
-    enough = (above >= _integer(row, LEAST)) | (threshold <= 0)  # at 0 there is no more to be had
-    accepted = enough & (above <= _integer(row, FITS))
-    tl.store(taken + number, tl.where(accepted, above, -1))
-    tl.store(sums + number, total)
-    tl.store(thresholds + number, threshold.to(tl.float64))
+    part = tl.program_id(0).to(tl.int64)
+    row, first = rows + tl.load(parts + 3 * part) * ROW_BYTES, tl.load(parts + 3 * part + 1)
+    lane = tl.arange(0, TILE)
+    inside = lane < tl.load(parts + 3 * part + 2)
+    count = tl.load(counts + first + lane, mask=inside, other=0)
+    tl.store(places + first + lane, tl.cumsum(count, 0) - count, mask=inside)
+    total = tl.sum(count, 0)
+    tl.store(above + part, total)
+    tl.store(sums + part, tl.sum(tl.load(excess + first + lane, mask=inside, other=0.0).to(tl.float64), 0))
+    tl.atomic_add((row + ABOVE).to(tl.pointer_type(tl.int64)), total.to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["count"])
+def arrange(rows, parts, count, above, begins, taken, thresholds, TILE: tl.constexpr):
+    """Accept each row that has marked enough entries, and no more than fit; one program does so for ``count`` parts.
+
+    ``taken`` becomes the number of its entries, or -1 if it is not accepted; ``begins`` the place of a part's first
+    entry among those of all accepted rows, one behind the other.
+    """
+    before = tl.zeros((), tl.int64)
+    for start in range(0, count, TILE):
+        part = start + tl.arange(0, TILE)
+        inside = part < count
+        number = tl.load(parts + 3 * part, mask=inside, other=0)
+        row = rows + number * ROW_BYTES
+        total, threshold = _integer(row, ABOVE), _real(row, THRESHOLD)
+        enough = (total >= _integer(row, LEAST)) | (threshold <= 0)  # at 0 there is no more to be had
+        accepted = enough & (total <= _integer(row, FITS))
+        here = tl.where(accepted & inside, tl.load(above + part, mask=inside, other=0), 0).to(tl.int64)
+        tl.store(begins + part, before + tl.cumsum(here, 0) - here, mask=inside)
+        before += tl.sum(here, 0)
+        leads = inside & (tl.load(parts + 3 * part + 1, mask=inside, other=-1) == _integer(row, PIECE))
+        tl.store(taken + number, tl.where(accepted, total, -1), mask=leads)
+        tl.store(thresholds + number, threshold.to(tl.float64), mask=leads)
 
 
 @triton.jit
-def emit(rows, pieces, counts, places, taken, mask, values, inner, BLOCK: tl.constexpr):
-    """Write the marked entries of accepted rows to their rooms, ascending: values, and places within the piece.
+def emit(
+    rows, pieces, counts, places, begins, taken, mask, entries,
+    BLOCK: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Write the marked entries of accepted rows to the lines of ``entries``, ascending: value, and place in the piece.
 
     Memories become ``keep·value`` there, and the momentum of a ``masked`` row without a surplus 0.
     """
-    WORDS: tl.constexpr = BLOCK // 32
+    WORDS: tl.constexpr = PART // 32
     piece = tl.program_id(0).to(tl.int64)
     number = tl.load(pieces + 2 * piece)
     if (tl.load(taken + number) < 0) | (tl.load(counts + piece) == 0):
         return
     row, first = rows + number * ROW_BYTES, tl.load(pieces + 2 * piece + 1)
-    room = _integer(row, ROOM) + tl.load(places + piece)
+    room = tl.load(begins + _integer(row, PART_OF) + first // (BLOCK * TILE)) + tl.load(places + piece)
+    memory, keep = _floats(_integer(row, MEMORY), first), _real(row, KEEP)
+    clears = (tl.load(row + MASKED) != 0) & (tl.load(taken + number) <= _integer(row, MOST))
     word, column = tl.arange(0, WORDS), tl.arange(0, 32)
-    bits = tl.load(mask + piece * WORDS + word)
-    each = _ones(bits)
-    before = tl.cumsum(each, 0) - each
-    lane = word[:, None] * 32 + column[None, :]
-    hit = ((bits[:, None] >> column[None, :]) & 1) != 0
-    place = before[:, None] + _ones(bits[:, None] & ((1 << column) - 1)[None, :])
-    memory = _floats(_integer(row, MEMORY), first)
-    x = tl.load(memory + lane, mask=hit, other=0.0)
-    tl.store(values + room + place, x, mask=hit)
-    tl.store(inner + room + place, lane.to(tl.int16), mask=hit)
-    tl.store(memory + lane, _real(row, KEEP) * x, mask=hit)
-    if (tl.load(row + MASKED) != 0) & (tl.load(taken + number) <= _integer(row, MOST)):
-        tl.store(_floats(_integer(row, MOMENTUM), first) + lane, tl.zeros_like(x), mask=hit)
+    for start in range(0, BLOCK, PART):
+        bits = tl.load(mask + (piece * BLOCK + start) // 32 + word)
+        each = _ones(bits)
+        before = tl.cumsum(each, 0) - each
+        lane = start + word[:, None] * 32 + column[None, :]
+        hit = ((bits[:, None] >> column[None, :]) & 1) != 0
+        place = room + before[:, None] + _ones(bits[:, None] & ((1 << column) - 1)[None, :])
+        x = tl.load(memory + lane, mask=hit, other=0.0)
+        line, within = entries + place // ENTRIES_OF_LINE * BYTES_OF_LINE, place % ENTRIES_OF_LINE
+        tl.store(line.to(tl.pointer_type(tl.float32)) + within, x, mask=hit)
+        inner = (line + 4 * ENTRIES_OF_LINE).to(tl.pointer_type(tl.int16)) + within
+        tl.store(inner, lane.to(tl.int16), mask=hit)
+        tl.store(memory + lane, keep * x, mask=hit)
+        if clears:
+            tl.store(_floats(_integer(row, MOMENTUM), first) + lane, tl.zeros_like(x), mask=hit)
+        room += tl.sum(each, 0)
 
 
 @triton.jit

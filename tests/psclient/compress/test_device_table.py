@@ -317,7 +317,7 @@ def test_a_warm_step_costs_the_same_calls_for_few_tensors_and_for_many(method, m
             assert sent.entries.keys() == set(range(count))
             found.append(parts)
     assert found[0] == found[1]
-    launches = 1 if method is ASGD else 3
+    launches = 1 if method is ASGD else 4
     assert found[0]["select"] == (launches, 1, 1, 1, 0)
     assert found[0]["all"] == (launches + 2, 3, 1, 1, 1)
 

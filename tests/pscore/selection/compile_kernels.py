@@ -17,14 +17,18 @@ from pscore.selection.cuda.launches import _DIGITS, _ENTRIES, _TILE
 
 BLOCK = 4096
 TYPES = {
-    **dict.fromkeys(("rows", "targets"), "*i8"),
-    **dict.fromkeys(("pieces", "places", "taken", "search", "bins", "offsets"), "*i64"),
+    **dict.fromkeys(("rows", "targets", "entries"), "*i8"),
+    **dict.fromkeys(("pieces", "parts", "begins", "taken", "search", "bins", "offsets"), "*i64"),
     **dict.fromkeys(("sums", "thresholds"), "*fp64"),
-    **dict.fromkeys(("counts", "mask", "unsound"), "*i32"),
+    **dict.fromkeys(("counts", "mask", "unsound", "places", "above"), "*i32"),
     **dict.fromkeys(("clip", "excess", "whole", "values"), "*fp32"),
-    "inner": "*i16",
+    "count": "i32",
 }
-REGISTERS = {"settle": 80, "choose": 80, "histogram": 180}  # with Triton 3.6, newer ones need a quarter for the last
+REGISTERS = {
+    "arrange": 128,
+    "choose": 80,
+    "histogram": 180,
+}  # with Triton 3.6, newer ones need a quarter for the last; one program arranges
 
 
 def machine_code(kernel, capability, warps=8, **constants):
@@ -50,8 +54,9 @@ def usage(code):
 def variants():
     shape = {"BLOCK": BLOCK}
     yield "update", kernels.update, 8, {**shape, "PART": 1024}
-    yield "settle", kernels.settle, 8, {**shape, "TILE": _TILE}
-    yield "emit", kernels.emit, 32, shape
+    yield "settle", kernels.settle, 8, {"TILE": _TILE}
+    yield "arrange", kernels.arrange, 8, {"TILE": _TILE}
+    yield "emit", kernels.emit, 8, {**shape, "PART": 1024, "TILE": _TILE}
     for shift, bins in _DIGITS:
         yield f"histogram {shift}", kernels.histogram, 8, {"SHIFT": shift, "BINS": bins, **shape}
         yield f"choose {shift}", kernels.choose, 8, {"SHIFT": shift, "BINS": bins}
