@@ -15,7 +15,7 @@ from psclient.optim.base import ParameterServerOptimizer
 
 VOCABULARY = 32_000
 _LORA_RANK = 16
-_NOISE = torch.randn(1 << 20, dtype=torch.float32, device="cpu")
+_NOISE = torch.randn(1 << 20, dtype=torch.float32, device="cpu", generator=torch.Generator("cpu").manual_seed(1))
 _LAYER_MATRICES = (("q", 1, 1), ("k", 1, 1), ("v", 1, 1), ("o", 1, 1), ("up", 4, 1), ("down", 1, 4))
 """Of a layer: name, rows and columns in widths of the model."""
 

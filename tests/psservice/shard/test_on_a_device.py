@@ -21,6 +21,7 @@ from tests.psservice.shard_makers import ANNA, BERT, HOUR, join, pull, theta, up
 
 LAYOUT = layout_of(((20, 30), F32), (300, BF16), (50, F16), ((), F32), (400, F32))
 ADAM = {"update": "torch", "optimizer": json.dumps({"name": "Adam", "options": {"lr": 0.01}})}
+ADAGRAD = json.dumps({"name": "Adagrad", "options": {"lr": 0.01, "lr_decay": 0.1}})
 RMSPROP = json.dumps({"name": "RMSprop", "options": {"lr": 0.01, "alpha": 0.75}})
 GROUPS = json.dumps([{"tensors": [0, 3], "options": {"lr": 0.1}}, {"tensors": [4], "options": {}}])
 KINDS = {
@@ -30,6 +31,7 @@ KINDS = {
     "rounds": ({"rounds": json.dumps({"quorum": 0, "seconds": 0, "start_workers": 1})}, {}),
     "wagma": ({"update": "average", "group_size": "2", "tau": "3", "late": "replace"}, {}),
     "rmsprop": ({"update": "rmsprop", "optimizer": RMSPROP, "groups": GROUPS}, {}),
+    "adagrad": ({"update": "adagrad", "optimizer": ADAGRAD, "groups": GROUPS}, {}),
     "adam": (ADAM, {}),
     "lazy": (ADAM | {"lazy": "true", "groups": GROUPS}, {}),
 }
@@ -93,7 +95,7 @@ def test_pushes_replies_snapshots_and_recovery_are_those_of_the_host(kind, tmp_p
             assert mine == theirs
 
 
-@pytest.mark.parametrize("kind", ["subtract", "compensated", "rounds", "rmsprop", "adam", "lazy"])
+@pytest.mark.parametrize("kind", ["subtract", "compensated", "rounds", "rmsprop", "adagrad", "adam", "lazy"])
 def test_a_push_and_a_pull_wait_for_the_device_as_often_for_few_tensors_as_for_many(kind, tmp_path):
     words, settings = KINDS[kind]
     words = {name: value for name, value in words.items() if name != "groups"}
