@@ -86,6 +86,10 @@ class ClientSettings(LayeredSettings):
         "model, the limit is lowered automatically; 0: none",
         ge=0,
     )
+    residual_type: Literal["fp32", "bf16"] = setting(
+        "fp32",
+        "how residuals and momenta are kept on the host; bf16 takes half the memory, and rounds up or down by chance",
+    )
     merge: Literal["buckets", "mgs"] = setting(
         "buckets", "which neighbouring tensors travel together: groups by bytes, or those of the MGS-SGD paper"
     )

@@ -242,6 +242,7 @@ def _words(spec: Spec) -> str:
     if spec.form.budget:
         form = f"{spec.form.budget:.1%} of the bytes"
         form += f", replies {spec.form.reply_budget:.1%}" if spec.form.reply_budget else ""
+    form += f", residuals in {spec.form.residuals}" if spec.form.residuals != "fp32" else ""
     what = "search" if spec.validation else f"seed {spec.seed}"
     workers = "one worker" if spec.workers == 1 else f"{spec.workers} workers"
     return (

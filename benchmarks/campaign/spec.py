@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import psclient
 from benchmarks.campaign.methods import METHODS
@@ -20,6 +20,7 @@ class Form:
         values: how pushed values travel.
         replies: ``auto``, ``exact`` or ``topk``.
         down_values: how the values of a top-k reply travel.
+        residuals: what residuals and momenta are kept in.
     """
 
     density: float = 1.0
@@ -28,6 +29,7 @@ class Form:
     values: str = "fp32"
     replies: str = "auto"
     down_values: str = "fp32"
+    residuals: Literal["fp32", "bf16"] = "fp32"
 
     @property
     def size(self) -> dict[str, float | psclient.Budget]:
@@ -80,6 +82,8 @@ class Spec:
         spec = asdict(self)
         if not self.form.reply_budget:
             del spec["form"]["reply_budget"]  # which the runs of before do not have
+        if self.form.residuals == "fp32":
+            del spec["form"]["residuals"]  # likewise
         return json.dumps(spec | {"server": METHODS[self.method].server(self.workers)}, sort_keys=True)
 
     @property

@@ -15,7 +15,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.campaign.methods import METHODS, Setup
-from benchmarks.campaign.spec import Spec
+from benchmarks.campaign.spec import Form, Spec
 from benchmarks.campaign.tasks import TASKS, loss_of
 from psclient import settings as client_settings
 from psclient.errors import NonFiniteGradientError
@@ -71,7 +71,7 @@ class Trainee:
             spec.form.size,
             spec.steps,
             spec.workers,
-            connection_to(address, worker, spec.form.values) if address else {},
+            connection_to(address, worker, spec.form) if address else {},
         )
         self._optimizer, scheduled = METHODS[spec.method].make(setup)
         factor = functools.partial(decay, steps=spec.steps)
@@ -187,11 +187,12 @@ def clip(model: torch.nn.Module) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM, error_if_nonfinite=False)
 
 
-def connection_to(address: str, worker: int, values: str = "fp32") -> dict[str, object]:
+def connection_to(address: str, worker: int, form: Form) -> dict[str, object]:
     """Return how an optimizer reaches its server; loopback stands for a slow network, so indices are packed tightly."""
     settings = client_settings.load(
         index_codec="rice",
-        value_type=values,
+        value_type=form.values,
+        residual_type=form.residuals,
         connect_seconds=CALL_SECONDS,
         deadline_seconds=CALL_SECONDS,
         patience_seconds=CALL_SECONDS,

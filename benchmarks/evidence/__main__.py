@@ -9,7 +9,7 @@ from benchmarks.campaign.comparison import ASGD, Comparison
 from benchmarks.campaign.execute import execute
 from benchmarks.campaign.journal import Journal
 from benchmarks.campaign.tasks import TASKS
-from benchmarks.evidence.stages import FORMS, LOCAL, QUICK, SAMPLES, SIZE, SMOKE, full
+from benchmarks.evidence.stages import FORMS, HALVES, LOCAL, QUICK, SAMPLES, SIZE, SMOKE, full
 from benchmarks.harness.section import Section
 
 RIVALS: report.Rivals = {"the dense twin": lambda entrant: entrant.twin, "dense ASGD": lambda _: ASGD}
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stages = [
         stage
         for stage in command.chosen(
-            SMOKE if options.smoke else QUICK if options.quick else (*full(), *SIZE, *LOCAL), options
+            SMOKE if options.smoke else QUICK if options.quick else (*full(), *SIZE, *LOCAL, *HALVES), options
         )
         if options.only is None or stage.simulated == (options.only == "simulated")
     ]

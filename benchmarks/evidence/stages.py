@@ -11,6 +11,7 @@ FORMS = {
     "1 %": Form(0.01, replies="exact"),
     "1 %, top-k": Form(0.01, replies="topk"),
     "3 % of bytes": Form(budget=0.03),
+    "3 % of bytes, residuals in bf16": Form(budget=0.03, residuals="bf16"),
     "1.2 % of bytes": Form(budget=0.012),
     "1.2 % of bytes, replies 5 %": Form(budget=0.012, reply_budget=0.05),
     "0.6 % of bytes": Form(budget=0.006),
@@ -80,6 +81,20 @@ SMOKE = tuple(
     for simulated in (True, False)
 )
 
+
+HALVES = tuple(
+    _stage(
+        "text-tiny",
+        8,
+        _entrants(method, "3 % of bytes", "3 % of bytes, residuals in bf16"),
+        8192,
+        simulated=True,
+        momenta=1,
+        rate=rate,
+    )
+    for method, rate in (("gradient_dropping", 0.25), ("dgs", 0.125), ("dgc", 0.125))
+)
+"""Whether residuals and momenta in bf16 cost accuracy, at the rates that were found in fp32."""
 
 SIZE = tuple(_stage("text", workers, ROUNDS, 8192, simulated=True, momenta=1, seeds=(0, 1)) for workers in WORKERS[:2])
 """Whether it holds for 17 times as many parameters."""

@@ -181,7 +181,7 @@ def serve_and_train(connection: Connection, job: Job, rank: int, space: str, add
         BUDGET.size,
         job.all_steps,
         job.workers,
-        {**connection_to(address, rank), **contender.options(job.workers)},
+        {**connection_to(address, rank, Form()), **contender.options(job.workers)},
     )
     optimizer, scheduled = method.make(setup)
     assert isinstance(optimizer, ParameterServerOptimizer)

@@ -32,7 +32,7 @@ class Residual:
         rows["parameters"] = 0 if theta is None else theta.data_ptr()
         states = {0: self._state} if rows["searched"][0] else {}
         if self._device is None:
-            found = self._host.select(1.0, self._memory.numpy(), NOTHING, 0, states, self._selector)
+            found = self._host.select(1.0, self._memory.numpy(), NOTHING, states, self._selector)
             offsets = np.arange(found.values.size) if found.offsets is None else found.offsets
             values = found.values
         else:

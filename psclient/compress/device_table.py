@@ -42,7 +42,7 @@ class DeviceTable(Filled):
             self._segments.want(self._k)
             rows["masked"] = False if self._masked is None else self._masked
             if self._all_whole:
-                rows["room"] = rows["start"] - self._span.start
+                rows["room"] = rows["start"]
         self._used = self._refer(gradients, parameters)
         with_momentum = np.flatnonzero(rows["factor"]).tolist()
         self._momenta = {row: memories.of("momentum", self._positions[row]) for row in with_momentum}

@@ -66,11 +66,13 @@ class Choice:
         selector: by a function of one tensor on the host; ``None`` for the rule of :mod:`pscore.selection.rule`.
         dense_below: tensors with fewer elements send every entry that is not zero.
         on_device: returns the kernels of a device, which carry out the rule; ``None`` if there are none.
+        kept_in: dtype of residuals and momenta on the host, fp32 or bf16.
     """
 
     selector: SelectFunction | None
     dense_below: int
     on_device: Callable[[torch.device], DeviceKernels | None] = device_kernels
+    kept_in: torch.dtype = torch.float32
 
 
 _COEFFICIENTS = ("scale", "decay", "factor", "retain", "rate", "unit", "keep")
@@ -118,10 +120,10 @@ class Filled:
 
     def __init__(self, places: Places, rows: NDArray[Any]) -> None:
         self._positions: tuple[int, ...] = tuple(places.positions.tolist())
-        self._numbers, self._places, self._span = places.numbers, places.gradients, places.span
+        self._numbers, self._places, self.span = places.numbers, places.gradients, places.span
         self._sizes, self._elements = places.sizes, places.elements
         self._rows = rows
-        self._rows["start"] = places.starts
+        self._rows["start"] = places.starts - places.span.start
         self._filled_with: tuple[Mapping[int, Rule], Mapping[int, float], int] | None = None
 
     def _fill(self, rules: Mapping[int, Rule], densities: Mapping[int, float], dense_below: int) -> bool:
@@ -193,15 +195,16 @@ class Filled:
             with np.errstate(over="ignore"):  # is noticed by the caller
                 values = values * (self._unit if self._unit.size == 1 else np.repeat(self._unit, counts))
         memories.clear("residual", self._whole)
-        where = None if offsets is None or values.size == self._span.length else torch.from_numpy(offsets)
-        piece = SparseSlice(self._span, where, torch.from_numpy(values))
+        where = None if offsets is None or values.size == self.span.length else torch.from_numpy(offsets)
+        piece = SparseSlice(self.span, where, torch.from_numpy(values))
         return piece, dict(zip(self._positions, counts.tolist(), strict=True))
 
     def _runs(self, values: Reals) -> Sent:
         """Return the tensors, which are all sent whole, as the longest dense runs."""
-        starts, ends = self._rows["start"], self._rows["start"] + self._sizes
+        starts = self._rows["start"] + self.span.start
+        ends = starts + self._sizes
         gaps = np.flatnonzero(starts[1:] != ends[:-1])
-        tensor, base = torch.from_numpy(values), self._span.start  # its slices keep the buffer's part alive
+        tensor, base = torch.from_numpy(values), self.span.start  # its slices keep the buffer's part alive
         slices = [
             SparseSlice(Span(low, high), None, tensor[low - base : high - base])
             for low, high in zip(
@@ -238,7 +241,7 @@ class Table(Filled):
         momentum = NOTHING
         if self._with_momentum:
             memories.require("momentum", self._with_momentum)
-            momentum = memories.flat("momentum")
+            momentum = memories.flat("momentum", self.span)
         sent = self._write_out(clip, memories, momentum, buffer) if self._all_whole else None
         sent = sent or self._select(clip, memories, momentum, choice, report)
         del used  # what the rows refer to lives until here
@@ -248,8 +251,8 @@ class Table(Filled):
         """Update tensors that are all sent whole."""
         self._rows["has_residual"] = memories.has("residual", self._positions)
         memories.require("residual", self._at(self._rows["has_residual"]))
-        values = buffer.of(self._span)
-        self._segments.write_out(clip, memories.flat("residual"), momentum, values, self._span.start)
+        values = buffer.of(self.span)
+        self._segments.write_out(clip, memories.flat("residual", self.span), momentum, values)
         memories.clear("residual", self._positions)
         return self._runs(values)
 
@@ -260,15 +263,13 @@ class Table(Filled):
         memories.require("residual", self._positions)
         states = memories.states_of(self._searched_positions)
         recalls = {row: state.setdefault("recall", {}) for row, state in zip(self._searched, states, strict=True)}
-        residuals, base = memories.flat("residual"), self._span.start
-        offsets, values, counts, is_finite = self._segments.select(
-            clip, residuals, momentum, base, recalls, choice.selector
-        )
-        if offsets is None and (values.size < self._span.length or self._masked is not None):
+        residuals = memories.flat("residual", self.span)
+        offsets, values, counts, is_finite = self._segments.select(clip, residuals, momentum, recalls, choice.selector)
+        if offsets is None and (values.size < self.span.length or self._masked is not None):
             offsets = np.arange(values.size)
         if self._masked is not None:
             assert offsets is not None
-            momentum[offsets[np.repeat(self._masked, counts)] + base] = 0
+            momentum[offsets[np.repeat(self._masked, counts)]] = 0
         piece, entries = self._entries(offsets, values, counts, memories, report)
         return Sent([piece], entries, is_finite and bool(np.isfinite(piece.values.numpy()).all()))
 

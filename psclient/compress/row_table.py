@@ -6,6 +6,7 @@ same values: nothing is sent of a row that no gradient names, and its momentum d
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,13 +14,12 @@ from numpy.typing import NDArray
 
 from psclient.compress.gradients import Gradients
 from psclient.compress.host_table import Choice, Places, Rule, Sent, Table, WholeBuffer
-from psclient.compress.method import State
-from psclient.compress.residuals import Memories, TableMemories
+from psclient.compress.residuals import CopiedMemories, Memories
 from psclient.errors import ConfigurationError
 from psclient.report import StepReport
 from pscore.model.layout import ModelLayout, Span
 from pscore.model.sparse_slice import SparseSlice
-from pscore.selection.rule import Integers, Reals
+from pscore.selection.rule import Integers
 
 
 class RowTable:
@@ -75,68 +75,45 @@ class RowTable:
             touched.starts[:-1],
             np.diff(touched.starts),
             np.array(spans, np.int64),
-            Span(0, touched.size),
+            touched.span,
         )
-        buffer = WholeBuffer(touched.size)
+        buffer = WholeBuffer(touched.span.length)
         sent = Table(places).compress(rules, densities, of_rows, parameters, clip, touched, buffer, choice, report)
         touched.write_back()
         return Sent(touched.placed(sent.slices), entries | sent.entries, sent.is_finite)
 
 
-class TouchedRows(TableMemories):
-    """The memories of some rows of some tensors, end to end; :meth:`write_back` copies them into the tensors' own.
+class TouchedRows(CopiedMemories):
+    """The memories of some rows of some tensors, end to end.
 
     ``rows`` has, for each of the positions, int64 ``[t]``, ascending, one row or more.
 
     Attributes:
         starts: where the rows of each tensor begin, int64 ``[m + 1]``, in elements; and the end.
-        size: elements of all.
     """
 
     def __init__(self, memories: Memories, layout: ModelLayout, positions: Integers, rows: Sequence[Integers]) -> None:
-        self._memories, self._layout = memories, layout
-        self._positions, self._rows = positions.tolist(), rows
+        self._layout, self._positions, self._rows = layout, positions.tolist(), rows
         counts = [layout.parameters[position].shape[0] for position in self._positions]
         self._columns = [layout.span(n).length // count for n, count in zip(self._positions, counts, strict=True)]
         sizes = [each.size * columns for each, columns in zip(rows, self._columns, strict=True)]
         self.starts = np.cumsum([0, *sizes])
-        self.size = int(self.starts[-1])
-        self._flat: dict[str, Reals] = {}
-        self._copied: set[tuple[str, int]] = set()  # names of memories, and numbers of tensors
+        super().__init__(memories, Span(0, int(self.starts[-1])))
 
-    def flat(self, name: str) -> Reals:
-        """Return the memories of all rows; meaningful for tensors of which they were required."""
-        if name not in self._flat:
-            self._flat[name] = np.zeros(self.size, np.float32)
-        return self._flat[name]
+    def part_of(self, position: int) -> slice:
+        """Return where the rows of a tensor are."""
+        number = self._positions.index(position)
+        return slice(int(self.starts[number]), int(self.starts[number + 1]))
 
-    def states_of(self, positions: tuple[int, ...]) -> list[State]:
-        """Return the states of some parameters."""
-        return self._memories.states_of(positions)
+    def taken(self, stored: NDArray[Any], position: int) -> NDArray[Any]:
+        """Return the rows of a tensor, ``[t, columns]``."""
+        table, rows = self._table(stored, position)
+        return np.take(table, rows, axis=0)
 
-    def has(self, name: str, positions: tuple[int, ...]) -> list[bool]:
-        """Tell of each parameter whether it has this memory."""
-        return self._memories.has(name, positions)
-
-    def require(self, name: str, positions: tuple[int, ...]) -> None:
-        """Have these memories, those of the rows copied; zero if there was none."""
-        self._memories.require(name, positions)
-        flat = self.flat(name)
-        for number, position in enumerate(self._positions):
-            if position in positions and (name, number) not in self._copied:
-                self._copied.add((name, number))
-                np.take(self._table(name, number), self._rows[number], axis=0, out=self._part(flat, number))
-
-    def clear(self, name: str, positions: tuple[int, ...]) -> None:
-        """Make the memories of the rows zero, if there are any."""
-        for number, position in enumerate(self._positions):
-            if position in positions and (name, number) in self._copied:
-                self._part(self._flat[name], number)[...] = 0
-
-    def write_back(self) -> None:
-        """Copy the required memories into the tensors' own."""
-        for name, number in self._copied:
-            self._table(name, number)[self._rows[number]] = self._part(self._flat[name], number)
+    def put(self, stored: NDArray[Any], position: int, kept: NDArray[Any]) -> None:
+        """Set the rows of a tensor."""
+        table, rows = self._table(stored, position)
+        table[rows] = kept.reshape(-1, table.shape[1])
 
     def placed(self, slices: Sequence[SparseSlice]) -> list[SparseSlice]:
         """Return entries of the rows as entries of the layout: a slice of each tensor's span that has some."""
@@ -158,15 +135,10 @@ class TouchedRows(TableMemories):
                 found.append(SparseSlice(span, torch.from_numpy(where), each.values[low:high]))
         return found
 
-    def _table(self, name: str, number: int) -> Reals:
-        """Return a tensor's own memory, ``[rows, columns]``."""
-        span = self._layout.span(self._positions[number])
-        return self._memories.flat(name)[span.start : span.end].reshape(-1, self._columns[number])
-
-    def _part(self, flat: Reals, number: int) -> Reals:
-        """Return the rows of a tensor, ``[t, columns]``."""
-        part: NDArray[np.float32] = flat[self.starts[number] : self.starts[number + 1]]
-        return part.reshape(-1, self._columns[number])
+    def _table(self, stored: NDArray[Any], position: int) -> tuple[NDArray[Any], Integers]:
+        """Return a tensor's own memory, ``[rows, columns]``, and which of its rows are touched."""
+        number, span = self._positions.index(position), self._layout.span(position)
+        return stored[span.start : span.end].reshape(-1, self._columns[number]), self._rows[number]
 
 
 def _with(gradient: torch.Tensor, rows: Integers, owed: Integers | None) -> tuple[torch.Tensor, Integers]:

@@ -12,7 +12,7 @@ from psclient.compress.gradients import Gradients, Scale
 from psclient.compress.groups import ParamGroups
 from psclient.compress.host_table import Choice, Places, Rule, Sent, Table, WholeBuffer
 from psclient.compress.method import Method, State
-from psclient.compress.residuals import Memories
+from psclient.compress.residuals import Memories, WholeMemories
 from psclient.compress.row_table import RowTable
 from psclient.errors import UpdateOverflowError
 from psclient.model.module import TrainedModel
@@ -109,7 +109,7 @@ class Selector:
         devices = {parameter.device for parameter in model.parameters if choice.selector is None}
         self._kernels = {device: found for device in devices if (found := choice.on_device(device)) is not None}
         self._on_host = np.array([parameter.device not in self._kernels for parameter in model.parameters], bool)
-        self.memories = Memories(model.layout, model.parameters, states, self._on_host)
+        self.memories = Memories(model.layout, model.parameters, states, self._on_host, choice.kept_in)
         self._taken: Taken | None = None
         self._states = states  # as they were at the last look
         self._by_rows: set[int] = set()  # positions of which a gradient has named its rows
@@ -208,7 +208,11 @@ class Selector:
             for table in members.on_devices:  # all work at once, and beside the host
                 table.launch(*given, scale, self.memories, self._choice)
             if members.table is not None:
-                sent = members.table.compress(*given, float(scale), self.memories, self.buffer, self._choice, report)
+                copied = self._copied(members.table.span)
+                lent = copied or self.memories
+                sent = members.table.compress(*given, float(scale), lent, self.buffer, self._choice, report)
+                if copied is not None:
+                    copied.write_back()
                 is_finite = sent.is_finite
             if (by_rows := members.rows) is not None:
                 found = by_rows.compress(
@@ -233,6 +237,12 @@ class Selector:
         if not is_finite:
             raise UpdateOverflowError(self._without_overflow(sent.slices, members))
         return sent
+
+    def _copied(self, span: Span) -> WholeMemories | None:
+        """Return a copy in fp32 of the memories in a span; ``None`` if they are fp32 themselves."""
+        if self.memories.dtype == torch.float32:
+            return None
+        return WholeMemories(self.memories, self._model.layout, span)
 
     def _members(self, group: range, gradients: Gradients) -> Members:
         """Return the tensors of a group that have a gradient; those of other param groups are forgotten."""
@@ -344,8 +354,8 @@ class Selector:
             self._shares[position] = recurrence.share
             residual = self.memories.of("residual", position)
             offsets = residual.nonzero().view(-1)
-            values = residual[offsets]
-            residual[offsets] = recurrence.keep * values
+            values = residual[offsets].float()
+            residual[offsets] = (recurrence.keep * values).to(residual.dtype)
             sent.append(SparseSlice(self._model.layout.span(position), offsets, recurrence.unit * values))
         return sent
 
@@ -408,12 +418,14 @@ class Selector:
         on_host = found[self._on_host[found]]
         if on_host.size:
             self.memories.require("residual", tuple(on_host.tolist()))
-            part = self.memories.flat("residual")[start:end]
-            if on_host.size == found.size:
-                part[slice(None) if offsets is None else offsets] += returned
-            else:
+            part = self.memories.stored("residual")[start:end]
+            where: slice | Integers = slice(None) if offsets is None else offsets
+            if on_host.size < found.size:
                 mine = np.repeat(self._on_host[touched.start : touched.stop], counts)
-                part[np.flatnonzero(mine) if offsets is None else offsets[mine]] += returned[mine]
+                where, back = np.flatnonzero(mine) if offsets is None else offsets[mine], returned[mine]
+            else:
+                back = returned
+            part[where] = self.memories.kept(self.memories.read(part[where]) + back)
         for device, kernels in self._kernels.items():
             targets = np.zeros(len(self._model.parameters), TARGET)
             for position in found.tolist():

@@ -17,6 +17,7 @@ from psclient.compress.gradients import Gradients, PushedGradients, Scale, refus
 from psclient.compress.groups import ParamGroups, Rates
 from psclient.compress.host_table import Choice, Sent
 from psclient.compress.method import Method, State
+from psclient.compress.residuals import RESIDUAL_TYPES
 from psclient.compress.selector import Grouping, Selector
 from psclient.engine import sigterm
 from psclient.engine.freed import FreedMemory
@@ -125,7 +126,11 @@ class Engine:
     ) -> None:
         self.life, layout = life, model.layout
         self.grouping = Grouping(layout, settings.bucket_bytes)
-        choice = Choice(SELECTORS[settings.selector], layout.whole_below(settings.dense_below))
+        choice = Choice(
+            SELECTORS[settings.selector],
+            layout.whole_below(settings.dense_below),
+            kept_in=RESIDUAL_TYPES[settings.residual_type],
+        )
         self._home: Home
         if ranks is None:
             self._home = OneProcess(model, Selector(method, model, states, groups, choice, self.grouping))

@@ -12,6 +12,7 @@ from psclient.compress.gradients import Gradients, finite, norms
 from psclient.compress.groups import ParamGroups
 from psclient.compress.host_table import Choice
 from psclient.compress.method import Method, State
+from psclient.compress.residuals import RESIDUAL_TYPES
 from psclient.compress.selector import Grouping, Selector
 from psclient.model.part import Part
 from psclient.model.replica import DIGEST_BLOCK, Replica
@@ -60,12 +61,12 @@ class Rank:
     # Selection
 
     def prepare(
-        self, method: Method, states: MutableMapping[torch.Tensor, State], selector: str, dense_below: int
+        self, method: Method, states: MutableMapping[torch.Tensor, State], selector: str, dense_below: int, kept_in: str
     ) -> None:
-        """Be ready to select: ``states`` are the optimizer's, by parameter."""
+        """Be ready to select: ``states`` are the optimizer's, by parameter; others are names of settings."""
         self._method = method
         self.take_states(states)
-        choice = Choice(SELECTORS[selector], dense_below)
+        choice = Choice(SELECTORS[selector], dense_below, kept_in=RESIDUAL_TYPES[kept_in])
         grouping = Grouping(self.part.own.layout, 1)
         self._selector = Selector(method, self.part.own, self._states, self._groups, choice, grouping)
 
@@ -131,6 +132,7 @@ class Rank:
         """Have every memory that the method keeps, of blocks without elements too: all ranks save the same names."""
         self.selector.fill_memories()
         assert self._method is not None
+        kept_in = self.selector.memories.dtype
         for alias, number in zip(
             self.part.own.parameters, self._groups.numbers_of(self.part.own.parameters).tolist(), strict=True
         ):
@@ -139,7 +141,7 @@ class Rank:
             recurrence = self._method.recurrence({**self._groups.all[number], "lr": 1.0})
             for name, is_kept in (("residual", not recurrence.whole), ("momentum", recurrence.factor)):
                 if is_kept:
-                    self._states[alias].setdefault(name, torch.zeros(0, dtype=torch.float32, device=alias.device))
+                    self._states[alias].setdefault(name, torch.zeros(0, dtype=kept_in, device=alias.device))
 
     # Values
 

@@ -18,6 +18,7 @@ from psclient.compress.gradients import Gradients
 from psclient.compress.groups import ParamGroups
 from psclient.compress.host_table import Choice
 from psclient.compress.method import Method, State
+from psclient.compress.residuals import RESIDUAL_TYPES
 from psclient.errors import SparsepsError
 from psclient.model.blocks import Block, block_of, describe_blocks, owners_of, read_blocks
 from psclient.model.module import TrainedModel
@@ -120,9 +121,10 @@ class Sharded:
         # A block is small if its tensor is, which as many ranks have a block of.
         pieces = max(sum(column) for column in zip(*speaks, strict=True))
         below = -(-choice.dense_below // pieces)
-        self.tell("prepare", speaks=speaks, selector=name, dense_below=below)
+        kept_in = next(name for name, dtype in RESIDUAL_TYPES.items() if dtype == choice.kept_in)
+        self.tell("prepare", speaks=speaks, selector=name, dense_below=below, kept_in=kept_in)
         self._rank.speaks = speaks[0]
-        self._rank.prepare(method, states, name, below)
+        self._rank.prepare(method, states, name, below, kept_in)
         self.replica = ShardedValues(self, model.layout)
         self.selector = ShardedSelection(self, groups, self._rank.selector.memories)
         return self
@@ -351,7 +353,9 @@ class Sharded:
                     self._comm.send(0, describe_blocks(rank.part.blocks))
             case "prepare":
                 rank.speaks = command["speaks"][self._comm.rank]
-                rank.prepare(self.method, self._states(), command["selector"], command["dense_below"])
+                rank.prepare(
+                    self.method, self._states(), command["selector"], command["dense_below"], command["kept_in"]
+                )
             case "gather":
                 self._answer(rank.gather)
             case "norms":

@@ -80,5 +80,5 @@ class Twins:
         own = HostSegments(self.sizes)
         own.rows[:] = self.own
         own.want(self.sizes)
-        offsets, values, counts, _ = own.select(clip, self.host["memory"], self.host["momentum"], 0, {})
+        offsets, values, counts, _ = own.select(clip, self.host["memory"], self.host["momentum"], {})
         return np.arange(values.size) if offsets is None else offsets, values, counts

@@ -224,7 +224,7 @@ def rank(x, k, keep, shift, offsets, values):
 
 @compiled
 def correct(
-    rows, searched, sizes, wanted, allowed, base, memory, thresholds, drifts, ranked, above, excess, taken, offsets,
+    rows, searched, sizes, wanted, allowed, memory, thresholds, drifts, ranked, above, excess, taken, offsets,
     values, new_offsets, new_values, moves,
 ):  # fmt: skip
     """See :meth:`pscore.selection.host.segments.HostSegments._correct`; ``ranked``: the steps that are still ranked.
@@ -240,8 +240,8 @@ def correct(
             new, into = offsets[low:first], values[low:first]
         else:
             new, into = new_offsets[total:], new_values[total:]
-        start = rows[row].start
-        x, shift = memory[start : start + sizes[row]], start - base
+        shift = rows[row].start
+        x = memory[shift : shift + sizes[row]]
         off, is_cold = allowed[row], math.isinf(threshold)
         lacks = above[row] < k - off and threshold != 0  # at 0 there is no more to be had
         if searched[row] and (is_cold or lacks or above[row] > ROOM * k):

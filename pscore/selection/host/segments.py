@@ -68,7 +68,7 @@ class Selected(NamedTuple):
     """The entries that were taken, ascending over all tensors.
 
     Attributes:
-        offsets: int64, counted from the table's base; ``None``: every element from there on, up to the last.
+        offsets: int64, counted as the memory; ``None``: every element, up to the last.
         values: fp32, the memory's values before.
         counts: of the entries of each row.
         is_finite: whether all that was found above the thresholds is.
@@ -139,16 +139,15 @@ class HostSegments:
         self._searched = self.rows["searched"].copy()
         self._pieces.make_room(np.where(self._searched, ROOM * wanted, self._sizes))
 
-    def write_out(self, clip: float, memory: Reals, momentum: Reals, whole: Reals, base: int) -> None:
-        """Update rows that are all ``whole``: their values go to ``whole``, laid out as the memory from ``base`` on."""
-        self._update(clip, memory, momentum, whole, base)
+    def write_out(self, clip: float, memory: Reals, momentum: Reals, whole: Reals) -> None:
+        """Update rows that are all ``whole``: their values go to ``whole``, laid out as the memory."""
+        self._update(clip, memory, momentum, whole)
 
     def select(
         self,
         clip: float,
         memory: Reals,
         momentum: Reals,
-        base: int,
         states: Mapping[int, SelectorState],
         selector: SelectFunction | None = None,
     ) -> Selected:
@@ -158,9 +157,8 @@ class HostSegments:
 
         Args:
             clip: a factor of all gradients.
-            memory: residuals of all tensors, end to end; changed.
+            memory: residuals, of which each row's begin at its ``start``; changed. Entries are counted as these are.
             momentum: laid out as the memory; changed if a row has a ``factor``.
-            base: from which entries are counted.
             states: of the rows that are searched.
             selector: of their entries; ``None`` for the rule of :mod:`pscore.selection.rule`.
         """
@@ -171,23 +169,23 @@ class HostSegments:
         else:
             thresholds[searched] = np.inf
         rows["threshold"][searched] = thresholds[searched]
-        passed = self._update(clip, memory, momentum, NOTHING, base)
+        passed = self._update(clip, memory, momentum, NOTHING)
         is_finite = bool(np.isfinite(passed.excess).all())
         if not searched or not is_finite:
             return Selected(passed.offsets, passed.values, passed.taken, is_finite)
         offsets = np.arange(passed.values.size) if passed.offsets is None else passed.offsets
         if selector is not None:
-            return self._choose(passed._replace(offsets=offsets), memory, base, selector)
+            return self._choose(passed._replace(offsets=offsets), memory, selector)
         drifts[searched] = [states[row].get("drift", 0.0) for row in searched]
         ranked = np.zeros(rows.size, np.int64)
         ranked[searched] = [int(states[row].get("ranked", 0)) for row in searched]
-        found = self._correct(passed._replace(offsets=offsets), memory, base, thresholds, drifts, ranked)
+        found = self._correct(passed._replace(offsets=offsets), memory, thresholds, drifts, ranked)
         columns = (each[searched].tolist() for each in (thresholds, drifts, ranked))
         for row, *kept in zip(searched, *columns, strict=True):
             remember(states[row], *kept)
         return found
 
-    def _update(self, clip: float, memory: Reals, momentum: Reals, whole: Reals, base: int) -> _Passed:
+    def _update(self, clip: float, memory: Reals, momentum: Reals, whole: Reals) -> _Passed:
         """Update the memories, and take what lies above each row's threshold, or write it out."""
         from pscore.selection.host import update_loops
 
@@ -199,7 +197,7 @@ class HostSegments:
             room = pieces.room[pieces.ranges.index(part)]
             offsets, values = np.empty(room, np.int64), np.empty(room, np.float32)
             found, first = update_loops.update(
-                rows, pieces.table, part.start, part.stop, np.float32(clip), memory, momentum, whole, base,
+                rows, pieces.table, part.start, part.stop, np.float32(clip), memory, momentum, whole,
                 offsets, values, above, taken, excess,
             )  # fmt: skip
             return first, offsets[:found], values[:found]  # pages that were never touched are no memory
@@ -223,7 +221,6 @@ class HostSegments:
         self,
         passed: _Passed,
         memory: Reals,
-        base: int,
         thresholds: NDArray[np.float64],
         drifts: NDArray[np.float64],
         ranked: Integers,
@@ -237,14 +234,14 @@ class HostSegments:
         size = int(np.maximum(passed.taken, searched * (wanted + off + 2).astype(np.int64)).sum()) if moves else 0
         offsets, values = np.empty(size, np.int64), np.empty(size, np.float32)
         total = rule_loops.correct(
-            self.rows, searched, self._sizes, wanted, off, base, memory, thresholds, drifts, ranked, above,
+            self.rows, searched, self._sizes, wanted, off, memory, thresholds, drifts, ranked, above,
             passed.excess, passed.taken, passed.offsets, passed.values, offsets, values, moves,
         )  # fmt: skip
         if not moves:
             return Selected(passed.offsets, passed.values, passed.taken, True)
         return Selected(offsets[:total], values[:total], passed.taken, True)
 
-    def _choose(self, passed: _Passed, memory: Reals, base: int, selector: SelectFunction) -> Selected:
+    def _choose(self, passed: _Passed, memory: Reals, selector: SelectFunction) -> Selected:
         """Let a selector choose from the rows that are searched, of which the pass has taken nothing."""
         assert passed.offsets is not None
         pieces: list[tuple[Integers, Reals]] = []
@@ -256,7 +253,7 @@ class HostSegments:
             values = x[chosen]
             x[chosen] = self.rows["keep"][row] * values
             pieces.append((passed.offsets[done : ends[row]], passed.values[done : ends[row]]))
-            pieces.append((chosen + (start - base), values))
+            pieces.append((chosen + start, values))
             passed.taken[row], done = chosen.size, ends[row]
         pieces.append((passed.offsets[done:], passed.values[done:]))
         offsets, values = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))

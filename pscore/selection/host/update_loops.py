@@ -73,7 +73,7 @@ def number_on(offsets, count, first):
 
 
 @compiled
-def update(rows, pieces, low, high, clip, memory, momentum, whole, base, offsets, values, counts, taken, excess):
+def update(rows, pieces, low, high, clip, memory, momentum, whole, offsets, values, counts, taken, excess):
     """Update the pieces ``[low, high)``; see :meth:`pscore.selection.host.segments.HostSegments.select`.
 
     Entries are written from the start of ``offsets`` and ``values``; for each piece ``counts`` becomes the number of
@@ -87,7 +87,7 @@ def update(rows, pieces, low, high, clip, memory, momentum, whole, base, offsets
     bits, theta_bits, memory_bits = x.view(np.uint32), theta.view(np.uint32), memory.view(np.uint32)
     found, one = np.empty(RUN, np.int64), np.float32(1)
     total, is_dense = 0, True
-    origin = rows[pieces[low].row].start + pieces[low].first - base
+    origin = rows[pieces[low].row].start + pieces[low].first
     for number in range(low, high):
         row = rows[pieces[number].row]
         room = pieces[number].room
@@ -115,7 +115,7 @@ def update(rows, pieces, low, high, clip, memory, momentum, whole, base, offsets
                         u[j] = factor * u[j] + x[j]
                         x[j] = u[j]
                 if row.whole:
-                    sent = whole[start - base : start - base + count]
+                    sent = whole[start : start + count]
                     if row.has_residual:
                         for j in range(count):
                             sent[j] = row.unit * (retain * r[j] + rate * x[j])
@@ -133,11 +133,11 @@ def update(rows, pieces, low, high, clip, memory, momentum, whole, base, offsets
                 for j in range(count):
                     top = max(top, np.uint32(words[j] & np.uint32(0x7FFFFFFF)))
                 if full == count:
-                    if is_dense and start - base != origin + total:
+                    if is_dense and start != origin + total:
                         is_dense = number_on(offsets, total, origin)
                     if not is_dense:
                         for j in range(count):
-                            offsets[total + j] = start - base + j
+                            offsets[total + j] = start + j
                     for j in range(count):
                         values[total + j] = r[j]
                     for j in range(count):
@@ -161,7 +161,7 @@ def update(rows, pieces, low, high, clip, memory, momentum, whole, base, offsets
                 if is_dense and hits > 0:
                     is_dense = number_on(offsets, total, origin)
                 above += hits
-                place = start - base + begin
+                place = start + begin
                 for i in range(hits):
                     j = found[i]
                     v = run[j]

@@ -40,7 +40,7 @@ some = settings(deadline=None, max_examples=40)
 class Model:
     """Parameters, and a compressor of their gradients."""
 
-    def __init__(self, method, tensors, groups, dense_below, on_device=lambda _: None):
+    def __init__(self, method, tensors, groups, dense_below, on_device=lambda _: None, kept_in=torch.float32):
         self.parameters = [nn.Parameter(tensor.clone()) for tensor in tensors]
         owned = np.array_split(np.arange(len(tensors)), len(groups))
         self.groups = [
@@ -48,7 +48,7 @@ class Model:
         ]
         self.described = describe(None, self.groups)
         self.states = defaultdict(dict)
-        choice = Choice(SELECTORS["warm"], dense_below, on_device=on_device)
+        choice = Choice(SELECTORS["warm"], dense_below, on_device=on_device, kept_in=kept_in)
         self.grouping = grouping = SimpleNamespace(densities={}, groups=())
         self.of_groups = ParamGroups(self.groups)
         self.of_groups.read()
@@ -335,3 +335,40 @@ def test_a_dense_update_that_is_still_in_use_is_not_overwritten():
     del kept
     model.compress({0: torch.ones(30)})
     assert model.sent.slices[0].values.data_ptr() == address, "memory is reused where no push refers to it"
+
+
+@pytest.mark.parametrize("method", [DGC, DGS, DROPPING], ids=lambda method: method.name)
+def test_memories_in_16_bits_lose_nothing_on_average(method):
+    """What is held and what was sent are the gradients, however small these are beside the residual."""
+    sizes, hyper = (3_000, 50, 1_200), HYPER | {"lr": 1.0, "momentum": 0.5, "density": 0.02}
+    model = Model(method, [torch.zeros(n) for n in sizes], [hyper], 100, kept_in=torch.bfloat16)
+    share = model.compressor._method.recurrence(hyper | {"density": 0.02}).share  # of a sent entry that does not stay
+    sent, given = torch.zeros(sum(sizes)), torch.zeros(sum(sizes))
+    for step in range(60):
+        random = torch.Generator().manual_seed(step)
+        gradients = {position: torch.randn(n, generator=random) * 0.01 + 0.01 for position, n in enumerate(sizes)}
+        sent += share * model.compress(gradients)[1]
+        given += torch.cat([*gradients.values()])
+    states = [model.states[parameter] for parameter in model.parameters]
+    names = {"residual", "momentum"} if method is DGC else {"residual"}
+    assert all(state[name].dtype == torch.bfloat16 for state in states for name in names)
+    assert not any(name in state for state in states for name in {"residual", "momentum"} - names)
+    whole = sent + torch.cat([state["residual"].float() for state in states])
+    if method is DGC:  # an entry that is sent loses its momentum
+        assert 1.5 <= float(whole.mean() / given.mean()) <= 2.0
+        return
+    assert float(whole.mean()) == pytest.approx(float(given.mean()), rel=1e-3)
+    assert (whole - given).abs().max() <= 0.05 * given.abs().max()
+
+
+def test_memories_in_16_bits_are_left_alone_by_a_push_that_sends_all():
+    model = Model(ASGD, [torch.zeros(500)], [HYPER], 100, kept_in=torch.bfloat16)
+    gradients = {0: torch.randn(500)}
+    _, sent = model.compress(gradients)
+    model.compressor.restore([SparseSlice(Span(0, 500), None, sent)])
+    residual = model.states[model.parameters[0]]["residual"]
+    assert residual.dtype == torch.bfloat16
+    torch.testing.assert_close(residual.float(), sent, rtol=2**-7, atol=0)
+    _, again = model.compress({0: torch.zeros(500)})
+    momentum = model.states[model.parameters[0]]["momentum"].float()
+    torch.testing.assert_close(again, residual.float() + 0.1 * momentum, rtol=2**-7, atol=0)

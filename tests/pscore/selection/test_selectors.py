@@ -53,7 +53,7 @@ class OneTensor:
         gradient = np.zeros_like(self.x) if gradient is None else gradient
         self.rows["gradient"], self.rows["scale"] = gradient.ctypes.data, scale
         states = {0: self.state} if self.rows["searched"][0] else {}
-        found = self.segments.select(1.0, self.x, self.momentum, 0, states, self.selector)
+        found = self.segments.select(1.0, self.x, self.momentum, states, self.selector)
         return np.arange(found.values.size) if found.offsets is None else found.offsets, found.values
 
 

@@ -257,6 +257,18 @@ def rounded(rank: int, *servers: str) -> Any:
         return {"whole": whole(model)}
 
 
+def kept_in_16_bits(rank: int, *servers: str) -> Any:
+    """Residuals in bf16, of every rank."""
+    model = sharded_shapes()
+    settings = QUICK.model_copy(update={"residual_type": "bf16"})
+    with node(psclient.GradientDropping, model, servers[14], lr=0.1, density=0.3, settings=settings) as optimizer:
+        steps_of(model, optimizer, range(STEPS))
+        types = {str(state["residual"].dtype) for state in optimizer.state_dict()["state"].values()}
+        optimizer.flush()
+        optimizer.pull()
+        return {"whole": whole(model), "types": types}
+
+
 def images(rank: int, *servers: str) -> Any:
     """Half precision, and a server that answers with the largest differences."""
     model = sharded_shapes(dtype=torch.bfloat16)

@@ -36,6 +36,7 @@ TWO = (
     "large",
     "rounded",
     "images",
+    "kept_in_16_bits",
 )
 FOUR = ("resumes", "hybrid", "tensor_parallel", "two_dimensions", "frozen")
 LEFT = ("follower_dies", "leader_dies", "follower_dies_in_a_step")
@@ -50,7 +51,7 @@ def runs(tmp_path_factory):
             made = [stack.enter_context(LocalServer(down_mode=mode, lease_seconds=60)) for _ in range(count)]
             return [server.server for server in made]
 
-        two, four, left = servers(13) + servers(1, "topk"), servers(5), servers(3)
+        two, four, left = servers(13) + servers(1, "topk") + servers(1), servers(5), servers(3)
         four[0] = two[10]  # where the others go on
         checkpoint = str(tmp_path_factory.mktemp("checkpoint") / "saved")
         found = launch_all(TWO, 2, tmp_path_factory.mktemp("two"), *two, checkpoint)
@@ -184,6 +185,17 @@ def test_rounding_errors_come_back_to_their_blocks(runs):
     for found in runs[0]["rounded"]:
         for ours, wanted in zip(found["whole"], expected, strict=True):
             torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_residuals_of_all_ranks_may_be_kept_in_16_bits(runs):
+    expected = [parameter.detach() for parameter in Shapes().parameters()]
+    for step in range(STEPS):
+        expected = [each - 0.1 * gradient(step, number, each.shape) for number, each in enumerate(expected)]
+    for found in runs[0]["kept_in_16_bits"]:
+        assert found["types"] == {"torch.bfloat16"}
+        assert_equal(found["whole"], runs[0]["kept_in_16_bits"][0]["whole"])
+        for ours, wanted in zip(found["whole"], expected, strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=0.01, atol=0.01)
 
 
 def test_half_precision_follows_the_largest_differences(runs):
