@@ -83,7 +83,7 @@ def _step(model: nn.Module, optimizer: ParameterServerOptimizer) -> None:
     for parameter in _trained(model):
         assert parameter.grad is not None
         _fill(parameter.grad, 1.0)
-    optimizer.step()
+    optimizer.step(samples=1)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
