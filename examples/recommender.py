@@ -23,10 +23,10 @@ TRAIN_SEED, TEST_SEED = 1, 2
 class DLRM(nn.Module):
     """Deep learning recommendation model (Naumov et al., 2019): one table for all categories, by the hashing trick."""
 
-    def __init__(self, rows: int, *, sparse: bool = True) -> None:
+    def __init__(self, rows: int) -> None:
         super().__init__()
         weights = torch.empty(rows, COLUMNS).uniform_(-0.05, 0.05)
-        self.table = nn.Embedding(rows, COLUMNS, sparse=sparse, _weight=weights)
+        self.table = nn.Embedding(rows, COLUMNS, sparse=True, _weight=weights)
         self.bottom = nn.Sequential(nn.Linear(clicks.COUNTS, 32), nn.ReLU(), nn.Linear(32, COLUMNS), nn.ReLU())
         vectors = clicks.CATEGORIES + 1
         self.register_buffer("pairs", torch.triu_indices(vectors, vectors, 1), persistent=False)
@@ -70,9 +70,14 @@ def train(worker: int, options: argparse.Namespace, server: str) -> None:
 
 
 def train_twin(options: argparse.Namespace) -> DLRM:
-    """Train the same model on the same lines in this process: plain torch, dense gradients, no server."""
+    """Train the same model on the same lines in this process: plain torch, all values, no server.
+
+    torch's Adagrad takes rows too, and rows without a gradient would not change.
+    """
+    torch.set_num_threads(1)  # tensors are small; more threads would wait for one another
+    torch.sparse.check_sparse_tensor_invariants.disable()  # else torch warns that it does not check
     torch.manual_seed(0)
-    model, lines = DLRM(options.rows, sparse=False), clicks.read(options.data, options.rows)
+    model, lines = DLRM(options.rows), clicks.read(options.data, options.rows)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=LR)
     generator = torch.Generator().manual_seed(0)
     for _ in range(options.epochs):
