@@ -58,15 +58,21 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(digits.images, dtype=torch.float32) / 16, torch.tensor(digits.target, dtype=torch.int64)
 
 
-def train(model: nn.Module, optimizer: Any, steps: int, seed: int) -> None:
-    """Train on batches of this process's own."""
+def train(model: nn.Module, optimizer: Any, steps: int, seed: int, name: str) -> None:
+    """Train on batches of this process's own; print the mean loss of each third of the steps."""
     images, labels = data()
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
+    part, total = steps // 3, 0.0
+    for step in range(1, steps + 1):
         batch = torch.randint(0, len(images) - 360, (32,), generator=generator)
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+        loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
+        loss.backward()
         optimizer.step()
+        total += loss.item()
+        if step % part == 0:
+            print(f"{name}: step {step} of {steps}, loss {total / part:.3f}", flush=True)
+            total = 0.0
 
 
 def train_sharded(server: str, steps: int) -> dict[str, Any]:
@@ -80,7 +86,7 @@ def train_sharded(server: str, steps: int) -> dict[str, Any]:
     with psclient.NodeOptimizer(
         psclient.DGS, model.parameters(), model=model, server=server, worker="sharded", **SETTINGS
     ) as optimizer:
-        train(model, optimizer, steps, seed=1 + dist.get_rank())
+        train(model, optimizer, steps, 1 + dist.get_rank(), f"rank {dist.get_rank()}")
         optimizer.wait_for_all(300)
         optimizer.pull()
         return {
@@ -104,7 +110,7 @@ def plain_process(_: int, server: str, steps: int) -> None:
     torch.set_num_threads(1)
     model = make_model()
     with psclient.DGS(model.parameters(), model=model, server=server, worker="plain", **SETTINGS) as optimizer:
-        train(model, optimizer, steps, seed=100)
+        train(model, optimizer, steps, 100, "plain worker")
         optimizer.wait_for_all(300)
 
 

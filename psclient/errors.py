@@ -325,7 +325,7 @@ class Transient(Exception):  # noqa: N818 - never leaves the library: it is answ
     """A call failed in a way that trying again may mend.
 
     ``retry_seconds`` and ``reason`` are the server's, if there are any. ``lost``: the server may be at another
-    address now. ``advice`` says what to change, if the two cannot speak.
+    address now. ``advice`` says what to change, if the two cannot speak. ``code``: of the call, without a reason.
     """
 
     def __init__(
@@ -336,9 +336,11 @@ class Transient(Exception):  # noqa: N818 - never leaves the library: it is answ
         *,
         lost: bool = False,
         advice: str = "",
+        code: grpc.StatusCode | None = None,
     ) -> None:
         super().__init__(why)
         self.retry_seconds, self.reason, self.lost, self.advice = retry_seconds, reason, lost, advice
+        self.code = code
 
 
 _LOST = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
@@ -391,7 +393,7 @@ def from_rpc_error(error: grpc.RpcError, address: str = "") -> Exception:
         return Rejected(reason, detail, retry_seconds=retry_seconds, **found.metadata)
     if code in _TRANSIENT:
         via = told_of_proxy(address) if address and code in NO_ANSWER else ""
-        return Transient(f"{code.name}: {detail}{via}", lost=code in _LOST, advice=advice(detail))
+        return Transient(f"{code.name}: {detail}{via}", lost=code in _LOST, advice=advice(detail), code=code)
     if code is grpc.StatusCode.UNIMPLEMENTED:
         detail += "; is this the port for workers (--listen), or that of the health check?"
     return ServerFaultError(f"the server answered {code.name}: {detail}")

@@ -4,6 +4,7 @@ They travel over gloo connections of their own, with a time limit of its own: a 
 another one waits for a server, which is too long for the group that averages gradients.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from psclient.errors import NodeBrokenError, RankLostError, SparsepsError
 
 _LARGEST = 1 << 28  # bytes of one message of gloo
 _PIECE = 64 << 20  # bytes that all ranks get at a time
+_MOST_OF = 0.9  # of the time limit: who has waited so long has met it, whatever the library beneath calls that
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Messages:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._seconds = timeout_seconds
         self._closed = False
-        with self._guarded("meet the others"):
+        with self._guarded("meet the others, who have to be made with the same group"):
             # Not dist.new_group(): a second group of the same ranks would have the name of the first one, and would
             # read its addresses in the store.
             store: Any = group.get_group_store()
@@ -134,11 +136,14 @@ class Messages:
         """Turn the failure of another process into an error that says so, and let the others know."""
         if self._closed:
             raise self._broken("the processes have parted after an earlier error")
+        began = time.monotonic()
         try:
             yield
         except RuntimeError as error:  # the common base of what gloo, NCCL and their store raise
             self.close()
+            waited = time.monotonic() - began
+            why = f"has said nothing for {waited:.0f} s" if waited >= _MOST_OF * self._seconds else "is gone"
             raise self._broken(
-                f"rank {self.rank} of {self.size} wanted to {doing}, and another process is gone or has said nothing "
-                f"for {self._seconds:.0f} s ({str(error).splitlines()[0]})"
+                f"rank {self.rank} of {self.size} wanted to {doing}, and another process {why} "
+                f"({str(error).splitlines()[0]})"
             ) from error

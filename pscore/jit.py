@@ -6,8 +6,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache, cached_property
 from types import FunctionType
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -18,9 +18,14 @@ R = TypeVar("R")
 _log = logging.getLogger(__name__)
 
 announce: Callable[..., None] = _log.info
-"""Logs, once a process, that loops are being compiled. A worker sets a louder one: its steps wait for the compiler."""
+"""Logs that loops are being compiled, and now and then for how long. A worker sets a louder one: its steps wait."""
 
-_COMPILING = "compiling loops for this machine's processor: that takes some seconds, and is kept for the next start"
+_COMPILING = (
+    "compiling loops for this machine's processor: about half a minute on idle cores, minutes on a busy machine; they "
+    "are kept for the next start"
+)
+_SO_FAR = "still compiling loops: %.0f s so far; nothing is wrong with the servers"
+_TELL_EVERY_SECONDS = 10.0
 _NOT_KEPT = (
     "compiled loops cannot be cached in %s (%s): they are used, and compiled again by the next process; make room "
     "there, empty it, or name another directory in NUMBA_CACHE_DIR"
@@ -31,6 +36,8 @@ COMPILED_FROM = 256
 """Entries from which a loop is worth compiling: below, nothing shall ever wait for the compiler."""
 
 _run_as_python = 0
+_compiling_seconds = _told_seconds = 0.0  # what loops have taken since that was first said, and when it was last said
+_depth = 0  # of loops that are compiled for the sake of others
 _lock = threading.RLock()
 _logged: set[str] = set()
 
@@ -100,7 +107,7 @@ def _compile(function: Callable[..., Any]) -> Any:
     compile_now, one_at_a_time = loop.compile, importlib.import_module("numba.core.compiler_lock").global_compiler_lock
 
     def compile_once(signature: Any) -> Any:
-        with one_at_a_time:
+        with one_at_a_time, _timed():
             try:
                 return compile_now(signature)
             finally:
@@ -108,6 +115,22 @@ def _compile(function: Callable[..., Any]) -> Any:
 
     loop.compile = compile_once
     return loop
+
+
+@contextmanager
+def _timed() -> Iterator[None]:
+    """Say, once in a while and behind a loop, how long compiling has taken; one thread at a time is here."""
+    global _compiling_seconds, _told_seconds, _depth
+    began, _depth = time.monotonic(), _depth + 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+        if not _depth and _COMPILING in _logged:
+            _compiling_seconds += time.monotonic() - began
+            if _compiling_seconds - _told_seconds >= _TELL_EVERY_SECONDS:
+                _told_seconds = _compiling_seconds
+                announce(_SO_FAR, _compiling_seconds)
 
 
 def _calling(function: Callable[P, R], form: Callable[[Any], Any]) -> Callable[P, R]:

@@ -53,6 +53,9 @@ class Owner(Protocol):
     def _joined(self) -> bool: ...
 
     @property
+    def _held(self) -> str: ...
+
+    @property
     def _has_forgotten_model(self) -> bool: ...
 
     def _hurry(self, seconds: float) -> None: ...
@@ -220,7 +223,7 @@ class Lifecycle:
         optimizer._hurry(_GRACE_SECONDS)
         try:
             optimizer._flush_on_exit()
-            log.warning("SIGTERM: worker %s has pushed what it held%s", optimizer.worker, " and leaves" * leaves)
+            log.warning("SIGTERM: worker %s has pushed %s%s", optimizer.worker, optimizer._held, " and leaves" * leaves)
         except SparsepsError as error:
             log.warning("SIGTERM: worker %s could not push what it held: %s", optimizer.worker, error)
         finally:

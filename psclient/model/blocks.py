@@ -234,11 +234,23 @@ def owners_of(ranks: Sequence[Sequence[Block]]) -> tuple[list[TensorSpec], list[
         elements = sum(Block(spec, runs).numel for runs in owners[spec.name])
         if elements != spec.numel:
             raise ConfigurationError(
-                f"the ranks' blocks of {spec.describe()} have {elements} elements: every rank that has one must be "
-                "in the group"
+                f"the ranks' blocks of {spec.name!r}, {spec.describe()}, have {elements} elements: every rank that has "
+                "one must be in the group"
             )
     spoken_for = [
         [block.numel > 0 and owners[block.spec.name][block.runs] == rank for block in blocks]
         for rank, blocks in enumerate(ranks)
     ]
     return [*specs.values()], spoken_for
+
+
+def copies_of(ranks: Sequence[Sequence[Block]]) -> list[tuple[int, list[int]]]:
+    """Return the blocks that several ranks have: a position in each rank's sequence, and the ranks, ascending."""
+    found = []
+    for position, blocks in enumerate(zip(*ranks, strict=True)):
+        owners: dict[tuple[Run, ...], list[int]] = defaultdict(list)
+        for rank, block in enumerate(blocks):
+            if block.numel:
+                owners[block.runs].append(rank)
+        found += [(position, each) for each in owners.values() if len(each) > 1]
+    return found

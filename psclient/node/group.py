@@ -1,7 +1,8 @@
 """The processes of one node: which they are, and the name of their leader."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,8 +73,29 @@ def unwrap_ddp(
         model, group = wrapped.module, averaged_in
     group = group or dist.group.WORLD
     if group is None or dist.get_rank(group) < 0:
-        raise ConfigurationError("this process is not in the group; pass the group of its own node (node_group())")
+        raise ConfigurationError(
+            "this process is not in the group; pass the group of its own node (node_group()), or that of its mesh if "
+            "the model is in parts"
+        )
     return model, group
+
+
+def require_meshes_in(group: dist.ProcessGroup, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise :class:`ConfigurationError` if a rank that has a part of a tensor is not in the group."""
+    members = set(dist.get_process_group_ranks(group))
+    known: set[int] = set()
+    for name, tensor in named:
+        mesh: Any = getattr(tensor, "device_mesh", None)
+        if mesh is None or id(mesh) in known:
+            continue
+        known.add(id(mesh))
+        ranks = sorted(mesh.mesh.flatten().tolist())
+        if not members.issuperset(ranks):
+            raise ConfigurationError(
+                f"{name!r} lies on the ranks {ranks} of its mesh, and group has the ranks {sorted(members)}: pass a "
+                "group with all ranks of the mesh, the same on each of them: mesh.get_group(), if the mesh has one "
+                f"dimension, or torch.distributed.new_group({ranks}); without group= it is the default group"
+            )
 
 
 def leader_settings(settings: ClientSettings, group: dist.ProcessGroup) -> ClientSettings:

@@ -18,6 +18,7 @@ from enum import IntEnum
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn, Self, SupportsIndex
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -41,8 +42,9 @@ from psclient.model.module import TrainedModel, describe
 from psclient.model.replica import Replica
 from psclient.model.requirements import is_dtensor
 from psclient.model.wrappers import reshard
+from psclient.node.agreement import Agreement
 from psclient.node.comm import NodeComm, NodeStatus
-from psclient.node.group import leader_settings, unwrap_ddp
+from psclient.node.group import leader_settings, require_meshes_in, unwrap_ddp
 from psclient.optim.arguments import Params, check_added, check_params, check_seconds, check_step, split_model
 from psclient.optim.base import ParameterServerOptimizer
 from psclient.report import StepReport, Totals
@@ -139,7 +141,9 @@ class NodeOptimizer(Optimizer):
         seconds = timeout_seconds or 3 * patience + 60
         own = [] if module is None else module.parameters()
         in_parts = any(map(is_dtensor, chain(own, *(each["params"] for each in self.param_groups))))
-        if not in_parts:  # before the processes meet: each refuses a model by itself
+        if in_parts:
+            require_meshes_in(group, [] if module is None else module.named_parameters())
+        else:  # before the processes meet: each refuses a model by itself
             self._model = describe(module, self.param_groups, upload_frozen=resolved.upload_frozen)
         self._comm, self._wait_seconds = NodeComm(group, seconds), min(_WAIT_SECONDS, seconds / 2)
         self._ranks: Sharded | None = None
@@ -148,6 +152,7 @@ class NodeOptimizer(Optimizer):
         else:
             self._replica = Replica(self._model.layout, self._model.parameters)
         more: dict[str, Any] = {} if self._ranks is None else {"_ranks": self._ranks}
+        self._agreement = Agreement(self._comm, self._model.parameters)
         self._samples = SampleCounter(model) if model is not None else None
         if self._samples is not None:
             weakref.finalize(self, self._samples.close)
@@ -157,7 +162,12 @@ class NodeOptimizer(Optimizer):
             self._own._gradients_are_its_own = True  # the node's, which pushes them once
 
         try:
-            self._call(_Call.JOIN, int.from_bytes(self._model.layout.fingerprint[:6]), join)
+            self._call(
+                _Call.JOIN,
+                int.from_bytes(self._model.layout.fingerprint[:6]),
+                join,
+                words=self._agreement.of_arguments(self.param_groups, arguments, options),
+            )
         except BaseException:
             self.close()
             raise
@@ -417,12 +427,14 @@ class NodeOptimizer(Optimizer):
         work: Callable[[int], None],
         *,
         prepares: Callable[[], None] | None = None,
+        words: str = "",
     ) -> None:
         """Make a call together; every process raises the leader's error.
 
         ``value`` is the model's fingerprint for a join, samples for a step, which are summed. The leader alone calls
-        ``work``, with the sum; each process first calls ``prepares``. :class:`ConfigurationError` if the processes make
-        different calls or have different models; :class:`NodeBrokenError` if one is gone, silent, or cannot take part.
+        ``work``, with the sum; each process first calls ``prepares``. ``words`` have to be equal on all.
+        :class:`ConfigurationError` if the processes make different calls, have different models or different words;
+        :class:`NodeBrokenError` if one is gone, silent, or cannot take part.
         """
         if self._closed:
             raise ConfigurationError("this optimizer has left its run (close()); make a new one to go on")
@@ -438,10 +450,14 @@ class NodeOptimizer(Optimizer):
                 unfit = error
         except SparsepsError as error:
             unfit = error
-        found = self._comm.gather([_Call.NOTHING if unfit else call, value, loaded, drifted])
+        if self._ranks is not None and self._joined:
+            words = self._agreement.of_groups(self.param_groups)
+        found = self._comm.gather([_Call.NOTHING if unfit else call, value, loaded, drifted, crc32(words.encode())])
         if unfit is not None:
             raise unfit
         self._check_all_do(call, found)
+        if len({each[4] for each in found}) > 1:
+            self._agreement.refuse(words)
         met: Exception | None
         if self._ranks is not None:
             self._ranks.loaded = [each[2] for each in found]

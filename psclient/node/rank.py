@@ -90,8 +90,12 @@ class Rank:
         """Use these param groups, the optimizer's."""
         self._groups.assign(self.part.groups(groups))
 
-    def gather(self) -> None:
+    def gather(self, copied: Sequence[int]) -> dict[str, Any]:
         """Take the gradients that are there.
+
+        Returns:
+            ``trained``: how many blocks could have a gradient; ``missing``: the positions of those that have none;
+            ``norms``: of each gradient at a position in ``copied``, ``[position, L2 norm]``.
 
         Raises:
             NonFiniteGradientError: one is not finite.
@@ -100,6 +104,13 @@ class Rank:
         trained = self._groups.trained(self.part.own.parameters)
         self.part.check_gradients(trained)
         self._gradients = finite(self.part.own, self.part.gradients(trained))
+        there = [n for n in copied if n in self._gradients]
+        found = norms([self._gradients[n] for n in there]).tolist() if there else []
+        return {
+            "trained": len(trained),
+            "missing": [n for n in trained if n not in self._gradients],
+            "norms": list(zip(there, found, strict=True)),
+        }
 
     def norms(self) -> torch.Tensor:
         """Return the L2 norms of the gradients' blocks that count, fp32 ``[m]`` on the host."""

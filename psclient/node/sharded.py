@@ -19,8 +19,8 @@ from psclient.compress.groups import ParamGroups
 from psclient.compress.host_table import Choice
 from psclient.compress.method import Method, State
 from psclient.compress.residuals import RESIDUAL_TYPES
-from psclient.errors import SparsepsError
-from psclient.model.blocks import Block, block_of, describe_blocks, owners_of, read_blocks
+from psclient.errors import ConfigurationError, SparsepsError
+from psclient.model.blocks import Block, block_of, copies_of, describe_blocks, owners_of, read_blocks
 from psclient.model.module import TrainedModel
 from psclient.model.part import fill, range_of
 from psclient.model.requirements import is_dtensor
@@ -36,6 +36,8 @@ from pscore.wire.dense import cut
 
 Found = TypeVar("Found")
 
+_SAME_NORM = 0.01  # relative; equal gradients of GPUs may differ in rounding
+_NO_NORM = 1e-4  # of the largest norm: what is smaller may be rounding alone
 _PIECE = 4 << 20  # elements of a tensor, or entries, that travel at a time
 
 
@@ -97,6 +99,8 @@ class Sharded:
         self._comm, self._rank, self._states = comm, rank, states
         self._blocks: list[list[Block]] = []  # of each rank, by position; known on the leader
         self._speaks: list[list[bool]] = []
+        self._copies: list[tuple[int, list[int]]] = []  # a position, and the ranks that have the same block of it
+        self._has_compared = False
 
     # On the leader: what its engine asks
 
@@ -123,6 +127,7 @@ class Sharded:
         below = -(-choice.dense_below // pieces)
         kept_in = next(name for name, dtype in RESIDUAL_TYPES.items() if dtype == choice.kept_in)
         self.tell("prepare", speaks=speaks, selector=name, dense_below=below, kept_in=kept_in)
+        self._copies = copies_of(descriptions)
         self._rank.speaks = speaks[0]
         self._rank.prepare(method, states, name, below, kept_in)
         self.replica = ShardedValues(self, model.layout)
@@ -141,9 +146,48 @@ class Sharded:
         return read_blocks(self._comm.receive(rank).tobytes())
 
     def finite(self, found: Mapping[int, torch.Tensor], *, waits: bool) -> Gradients:
-        """See :class:`~psclient.engine.home.Home`; the ranks keep the gradients, and the leader returns its own."""
-        self.ask("gather", self._rank.gather, lambda *_: None)
+        """See :class:`~psclient.engine.home.Home`; the ranks keep the gradients, and the leader returns its own.
+
+        Raises:
+            ConfigurationError: a rank has no gradient at all, and another one has; or ranks that have the same block
+                have different gradients of it, which is looked for in the first step.
+        """
+        copied = [] if self._has_compared else sorted({position for position, _ in self._copies})
+        told = self.ask("gather", lambda: self._rank.gather(copied), lambda _, each: each, copied=copied)
+        self._check_together(told)
+        self._has_compared = True
         return Gradients(found)
+
+    def _check_together(self, told: Sequence[Mapping[str, Any]]) -> None:
+        """Raise :class:`ConfigurationError` unless what :meth:`Rank.gather` has returned on each rank fits together."""
+        lacks = [each["trained"] > 0 and len(each["missing"]) == each["trained"] for each in told]
+        has = [len(each["missing"]) < each["trained"] for each in told]
+        if any(lacks) and any(has):
+            raise ConfigurationError(
+                f"rank {lacks.index(True)} of the group has no gradient at all in this step, and rank "
+                f"{has.index(True)} has: every rank has to call backward() on a batch before step(), on the model "
+                "whose parameters the optimizer has"
+            )
+        missing, norms = [set(each["missing"]) for each in told], [dict(each["norms"]) for each in told]
+        floor = _NO_NORM * max((norm for each in norms for norm in each.values()), default=0.0)
+        for position, ranks in self._copies:
+            name = self.model.layout.parameters[position].name
+            same = f"have the same values of {name!r}, and their gradients have to be equal"
+            mend = "average them over these ranks before step(), as FSDP does over its mesh"
+            first, *others = ranks
+            for other in others:
+                if position in missing[first] and position not in missing[other]:
+                    raise ConfigurationError(
+                        f"ranks {first} and {other} {same}, but rank {first}, whose counts, has none: {mend}"
+                    )
+                one, two = (norms[rank].get(position) for rank in (first, other))
+                if one is None or two is None:
+                    continue
+                if abs(one - two) > max(_SAME_NORM * max(one, two), floor):
+                    raise ConfigurationError(
+                        f"ranks {first} and {other} {same}, but the norms are {one:.4g} and {two:.4g}: {mend}; a model "
+                        "that several rows of ranks have is one worker for each row, with a group of its own"
+                    )
 
     def with_norms_of(self, gradients: Gradients) -> Sequence[torch.Tensor]:
         """See :class:`~psclient.engine.home.Home`: the norm of each block, as a tensor of one element."""
@@ -357,7 +401,7 @@ class Sharded:
                     self.method, self._states(), command["selector"], command["dense_below"], command["kept_in"]
                 )
             case "gather":
-                self._answer(rank.gather)
+                self._answer(lambda: rank.gather(command["copied"]))
             case "norms":
                 self._answer(lambda: rank.norms().tolist())
             case "compress":

@@ -82,6 +82,12 @@ def unknown_argument(kind: type, base: type, name: str) -> UnknownArgumentError:
     common = inspect.signature(base).parameters.values()
     known = own | {each.name for each in common if each.kind is each.KEYWORD_ONLY}
     near = difflib.get_close_matches(_OTHERS_NAMES.get(name, name), known, 1)
+    if name in ClientSettings.model_fields:
+        variable = f"{ClientSettings.model_config['env_prefix']}{name.upper()}"
+        return UnknownArgumentError(
+            f"{kind.__name__}() got an unexpected keyword argument {name!r}, which is a setting: pass "
+            f"settings=psclient.ClientSettings({name}=...), or set {variable} in the environment"
+        )
     takes = ", ".join(each for each in inspect.signature(kind).parameters if each != "connection")
     hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {takes}, and what every method takes"
     return UnknownArgumentError(f"{kind.__name__}() got an unexpected keyword argument {name!r}{hint}")

@@ -133,7 +133,7 @@ class ParameterServerOptimizer(Optimizer):
         if unknown:
             raise unknown_argument(type(self), ParameterServerOptimizer, next(iter(unknown)))
         check_mode(overlap, rounds)
-        self._joined = False
+        self._joined, self._has_other_ranks = False, _ranks is not None
         self._rounds, self._agreed = rounds, dict(agreed or {})
         self._own_density: set[int] = set()  # numbers of the groups that a density schedule leaves alone
         self._gradients_are_its_own = False  # known since the first step, or by a NodeOptimizer: no mean of several's
@@ -376,6 +376,16 @@ class ParameterServerOptimizer(Optimizer):
             ServerUnreachableError: no server within the patience.
         """
         self._engine.do(self._steps.flush)
+
+    @property
+    def _held(self) -> str:
+        """What :meth:`_flush_on_exit` pushes, in words for the log."""
+        if not self._has_other_ranks:
+            return "what it held"
+        return (
+            "what the blocks of rank 0 held (what other ranks held since the last flush() is lost; docs/guide/fsdp.md, "
+            "SIGTERM, has the lines that push it)"
+        )
 
     def _flush_on_exit(self) -> None:
         """End a lookahead; push the rest before this worker leaves or waits: by :meth:`flush`, or the local steps."""

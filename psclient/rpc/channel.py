@@ -49,6 +49,11 @@ _jitter = random.SystemRandom()  # the program's own draws stay as its seed make
 Answer = TypeVar("Answer")
 _SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"].full_name
 HANDSHAKE_SECONDS = 4.0  # before the first contact, with a listener that does not speak this protocol
+_BUSY_SECONDS = 15.0
+"""How long a server may be silent before that is said: on a busy machine a healthy one may take ten seconds to begin.
+
+A connection that is refused, or breaks, is said at once.
+"""
 _LASTING = (ErrorCode.NOT_DURABLE, ErrorCode.NO_STANDBY)
 """Reasons that somebody has to see to, though the server says when to come back."""
 
@@ -72,6 +77,7 @@ class RetryPolicy:
     def __post_init__(self) -> None:
         self._deadline_seconds = self.deadline_seconds
         self._warned_of: set[ErrorCode | None] = set()
+        self._failures = 0
         self.progressed()
 
     def progressed(self) -> None:
@@ -104,6 +110,7 @@ class RetryPolicy:
         """Wait before the next attempt; a server's delay counts from the beginning of the one that has failed."""
         now = time.monotonic()
         elapsed = now - self._started
+        self._failures += 1
         if failure.retry_seconds is None:
             delay = self._delay * _jitter.uniform(0.5, 1.5)
         else:
@@ -113,7 +120,9 @@ class RetryPolicy:
         if delay >= left:
             raise out_of_patience(address, elapsed, failure, self.hint) from None
         is_long = failure.retry_seconds is None or failure.reason in _LASTING
-        if is_long and failure.reason not in self._warned_of:
+        if self._may_be_busy(failure, elapsed):
+            log.info("%s: %s; trying for %.0f s more", address, failure, left)
+        elif is_long and failure.reason not in self._warned_of:
             self._warned_of.add(failure.reason)  # silence, and then a server that refuses, are two pieces of news
             what = "does not answer" if failure.reason is None else "does not serve now"
             why = f"{failure.advice}: {failure}" if failure.advice else failure
@@ -122,6 +131,12 @@ class RetryPolicy:
         if failure.retry_seconds is None:
             self._deadline_seconds *= 2
         self._delay = min(_LONGEST_DELAY_SECONDS, 2 * self._delay)
+
+    def _may_be_busy(self, failure: Transient, elapsed: float) -> bool:
+        """Tell whether a failure is no news yet: of a server or a worker that starts, compiles or shares its cores."""
+        if failure.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return elapsed < min(_BUSY_SECONDS, self.seconds / 2)
+        return failure.code is grpc.StatusCode.CANCELLED and self._failures == 1  # a stream that was idle for too long
 
     def _end(self) -> float:
         return 0.0 if executor.is_cancelled() else self.limit()

@@ -52,6 +52,26 @@ def dgs(model: nn.Module, server: str, **options: Any) -> psclient.NodeOptimizer
     return psclient.NodeOptimizer(psclient.DGS, module.parameters(), model=model, server=server, **options)
 
 
+def averages_rows(rank: int, server: str) -> Any:
+    """DDP sums the sparse gradients of a table over the processes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.EmbeddingBag(500, 8, mode="sum", sparse=True), nn.Linear(8, 1))
+    ddp = DistributedDataParallel(model)
+    found: dict[str, Any] = {"begin": parameters(model)}
+    options = {"lr": 0.1, "settings": QUICK, "worker": "node"}
+    with psclient.NodeOptimizer(psclient.ASGD, model.parameters(), model=ddp, server=server, **options) as optimizer:
+        for step in range(3):
+            optimizer.zero_grad()
+            ddp(bags(step)[rank::2]).square().mean().backward()
+            found["is sparse"] = model[0].weight.grad.is_sparse
+            optimizer.step()
+        return found | {"parameters": parameters(model), "entries": optimizer.totals.push_entries}
+
+
+def bags(step: int) -> torch.Tensor:
+    return torch.randint(0, 500, (8, 3), generator=torch.Generator().manual_seed(step))
+
+
 def trains(rank: int, server: str) -> Any:
     """A node trains, and its state goes from one optimizer to the next."""
     ddp = DistributedDataParallel(make_model(rank, batch_norm=False))

@@ -86,6 +86,12 @@ def test_a_copy_is_refused_as_copy_refuses_what_it_cannot_copy(server):
 @pytest.mark.parametrize(
     ("method", "unknown", "said"),
     [
+        (
+            psclient.DGS,
+            "connect_seconds",
+            r"'connect_seconds', which is a setting: pass settings=psclient.ClientSettings\(connect_seconds=...\), or "
+            "set PSCLIENT_CONNECT_SECONDS",
+        ),
         (psclient.DGS, "momentun", r"DGS\(\) got an unexpected keyword argument 'momentun'; did you mean 'momentum'\?"),
         (psclient.DGC, "learning_rate", r"'learning_rate'; did you mean 'lr'\?"),
         (psclient.DGS, "on_laod", r"DGS\(\) .* 'on_laod'; did you mean 'on_load'\?"),

@@ -5,6 +5,7 @@ import time
 import weakref
 
 import pytest
+from grpc import StatusCode
 
 from psclient.errors import ServerUnreachableError, Transient
 from psclient.rpc import channel as module
@@ -80,6 +81,31 @@ def test_a_full_disk_is_told_once_and_a_busy_server_is_not(caplog):
 
         RetryPolicy(seconds=60.0, deadline_seconds=5.0).run("127.0.0.1:1", attempt)
         assert len(caplog.records) == lines, reason
+
+
+@pytest.mark.parametrize(
+    ("code", "busy_seconds", "failures", "lines"),
+    [
+        (StatusCode.DEADLINE_EXCEEDED, 3600.0, 2, 0),  # it begins, say, on a machine with other work
+        (StatusCode.DEADLINE_EXCEEDED, 0.0, 1, 2),
+        (StatusCode.CANCELLED, 3600.0, 1, 0),  # this worker has compiled, and its stream was idle meanwhile
+        (StatusCode.CANCELLED, 3600.0, 2, 2),
+        (StatusCode.UNAVAILABLE, 3600.0, 1, 2),
+    ],
+)
+def test_a_busy_start_is_no_outage_and_silence_that_lasts_is_one(
+    code, busy_seconds, failures, lines, caplog, monkeypatch
+):
+    monkeypatch.setattr(module, "_BUSY_SECONDS", busy_seconds)
+    left = [Transient(f"{code.name}: no answer", code=code)] * failures
+
+    def attempt(_):
+        if left:
+            raise left.pop()
+
+    with caplog.at_level("WARNING", "psclient"):
+        RetryPolicy(seconds=60.0, deadline_seconds=5.0).run("127.0.0.1:1", attempt)
+    assert len(caplog.records) == lines, caplog.messages
 
 
 def test_what_an_attempt_refers_to_is_freed_with_the_call():

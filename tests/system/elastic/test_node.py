@@ -13,7 +13,7 @@ import psclient
 from psclient.rpc.local_server import LocalServer
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.ctl.client import call
-from tests.system.node_processes import launch, launch_all
+from tests.system.node_processes import bags, launch, launch_all
 from tests.system.tools import QUICK, make_data, make_model, train_step
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -57,6 +57,26 @@ def test_a_node_is_one_worker_with_the_whole_batch(tmp_path):
         assert any(residual.any() for residual in leader["residuals"])
         assert not follower["residuals"]
         assert_equal(leader["flushed"], follower["flushed"], of_server(server, model))
+
+
+def test_rows_that_processes_have_touched_are_averaged_and_sent_as_rows(tmp_path):
+    with LocalServer(down_mode="exact") as server:
+        leader, follower = launch("averages_rows", 2, tmp_path, server.server)
+    assert leader["is sparse"]
+    assert follower["is sparse"]
+    assert leader["entries"] <= 3 * (8 * 3 * 8 + 9), "three steps' rows of both, and the layer"
+    assert_equal(leader["parameters"], follower["parameters"])
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(500, 8, mode="sum"), torch.nn.Linear(8, 1))
+    with torch.no_grad():
+        for parameter, begin in zip(model.parameters(), leader["begin"], strict=True):
+            parameter.copy_(begin)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        plain.zero_grad()
+        model(bags(step)).square().mean().backward()
+        plain.step()
+    for ours, expected in zip(leader["parameters"], model.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected.detach(), rtol=1e-4, atol=1e-6)
 
 
 def test_a_model_of_which_each_process_has_a_part_is_refused_by_all_of_them_at_once(tmp_path):

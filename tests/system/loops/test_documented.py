@@ -21,8 +21,10 @@ ROOT = Path(__file__).parents[3]
 ELSEWHERE = {
     ("nodes.md", "A complete script"): "tests/system/elastic/test_node.py",
     ("fsdp.md", "Models that no rank has whole"): "tests/system/sharding/shard_scenarios.py",
+    ("fsdp.md", "SIGTERM"): "tests/system/sharding/shard_scenarios.py",
     ("fsdp.md", "Saving and going on"): "tests/system/sharding/shard_scenarios.py",
     ("training.md", "Several models"): "tests/system/loops/test_other_loops.py",
+    ("embeddings.md", "Beside other parts of torch"): "tests/system/training/test_sparse_embeddings.py",
     ("embeddings.md", "Embeddings"): "tests/system/training/test_sparse_embeddings.py",
     ("following.md", "A module"): "tests/system/following/test_followers.py",
     ("following.md", "A directory"): "tests/system/following/test_followers.py",

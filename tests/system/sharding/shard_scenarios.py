@@ -3,12 +3,14 @@
 They do what docs/guide/fsdp.md shows.
 """
 
+import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -311,7 +313,94 @@ def broken(state: dict[str, Any], rank: int) -> dict[str, Any]:
     return state
 
 
+def refuses_other_groups(rank: int, *servers: str) -> Any:
+    """A group that lacks ranks of the mesh; hyper-parameters that differ among ranks."""
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    model, server = sharded_shapes(), servers[15]
+    kind, options = SPARSE["dgs"]
+    found = {
+        "alone": caught(lambda: node(kind, model, server, group=alone, **options)),
+        "rate": caught(lambda: node(kind, model, server, **options | {"lr": 0.1 + rank})),
+    }
+    parameters, cut = list(model.parameters()), 2 + rank
+    groups = [{"params": parameters[:cut]}, {"params": parameters[cut:], "lr": 0.5}]
+    found["groups"] = caught(
+        lambda: psclient.NodeOptimizer(kind, groups, model=model, server=server, timeout_seconds=15.0, **options)
+    )
+    return found
+
+
+def refuses_other_steps(rank: int, *servers: str) -> Any:
+    """A rate that one rank sets alone, a group that one adds alone, and a rank without gradients."""
+    model, server = sharded_shapes(), servers[16]
+    kind, options = SPARSE["dropping"]
+    parameters = list(model.parameters())
+    found: dict[str, Any] = {}
+    settings = {"settings": QUICK, "timeout_seconds": 15.0, "worker": "node"}
+    with psclient.NodeOptimizer(kind, parameters[:-1], model=model, server=server, **settings, **options) as optimizer:
+        before = whole(model)
+
+        def step() -> None:
+            give(model, 0)
+            optimizer.step(samples=1)
+
+        optimizer.param_groups[0]["lr"] = 0.1 + rank
+        found["rate"] = caught(step)
+        optimizer.param_groups[0]["lr"] = 0.1
+        give(model, 0)
+        if rank == 1:
+            optimizer.zero_grad()
+        found["no gradient"] = caught(lambda: optimizer.step(samples=1))
+        give(model, 0)
+        if rank == 0:
+            optimizer.zero_grad()
+        found["no gradient of the leader"] = caught(lambda: optimizer.step(samples=1))
+        found["version"], found["untouched"] = optimizer.version, all(map(torch.equal, before, whole(model)))
+        give(model, 0)
+        if rank == 1:
+            model.d.grad = None  # an expert, say, whose block here no token has reached
+        optimizer.step(samples=1)
+        optimizer.flush()
+        optimizer.pull()
+        block = block_of("d", model.d)[0]
+        found["whole"], found["d"] = whole(model), block.offsets(np.arange(block.numel), 1).tolist()
+        if rank == 0:
+            optimizer.add_param_group({"params": parameters[-1:]})
+        found["group"] = caught(step)
+    return found
+
+
+def ends_in_order(rank: int, *servers: str) -> Any:
+    """SIGTERM reaches one rank, and all push what they hold: docs/guide/fsdp.md, SIGTERM."""
+    model = sharded_shapes()
+    kind, options = SPARSE["dropping"]
+    terminated = torch.zeros(1)
+    signal.signal(signal.SIGTERM, lambda *_: terminated.fill_(1))
+    with node(kind, model, servers[17], **options) as optimizer:
+        step = 0
+        while True:
+            give(model, step)
+            optimizer.step(samples=1)
+            step += 1
+            if rank == 1 and step == STEPS:
+                os.kill(os.getpid(), signal.SIGTERM)
+            dist.all_reduce(terminated)
+            if terminated:
+                optimizer.flush()
+                break
+    return {"steps": step}
+
+
 # Four ranks
+
+
+def rows(rank: int, *servers: str) -> Any:
+    """Two rows of ranks, each with the whole model and batches of its own, as one worker."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "shard"))["shard"]
+    model = fully_shard(Shapes(), mesh=mesh)
+    with node(psclient.ASGD, model, servers[5], lr=0.1) as optimizer:
+        model(torch.ones(3) * (1 + rank // 2)).backward()
+        return {"error": caught(lambda: optimizer.step(samples=1)), "version": optimizer.version}
 
 
 def resumes(rank: int, *servers: str) -> Any:
@@ -422,6 +511,20 @@ def follower_dies_in_a_step(rank: int, *servers: str) -> Any:
     steps_of(model, optimizer, range(1))
     if rank == 1:
         optimizer._ranks.rank.compress = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    give(model, 1)
+    found = {"error": caught(lambda: optimizer.step(samples=1))}
+    optimizer.close()
+    return found
+
+
+def leader_is_terminated(rank: int, *servers: str) -> Any:
+    """Without a handler of the script's; its log line lies in the folder."""
+    model = sharded_shapes()
+    optimizer = node(*_dgs(model, servers[3]))
+    steps_of(model, optimizer, range(1))
+    if rank == 0:
+        logging.getLogger("psclient").addHandler(logging.FileHandler("log"))
+        os.kill(os.getpid(), signal.SIGTERM)
     give(model, 1)
     found = {"error": caught(lambda: optimizer.step(samples=1))}
     optimizer.close()

@@ -37,9 +37,12 @@ TWO = (
     "rounded",
     "images",
     "kept_in_16_bits",
+    "refuses_other_groups",
+    "refuses_other_steps",
+    "ends_in_order",
 )
-FOUR = ("resumes", "hybrid", "tensor_parallel", "two_dimensions", "frozen")
-LEFT = ("follower_dies", "leader_dies", "follower_dies_in_a_step")
+FOUR = ("resumes", "hybrid", "tensor_parallel", "two_dimensions", "frozen", "rows")
+LEFT = ("follower_dies", "leader_dies", "follower_dies_in_a_step", "leader_is_terminated")
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +54,14 @@ def runs(tmp_path_factory):
             made = [stack.enter_context(LocalServer(down_mode=mode, lease_seconds=60)) for _ in range(count)]
             return [server.server for server in made]
 
-        two, four, left = servers(13) + servers(1, "topk") + servers(1), servers(5), servers(3)
+        two, four, left = servers(13) + servers(1, "topk") + servers(4), servers(6), servers(4)
+        folder = tmp_path_factory.mktemp("left")
         four[0] = two[10]  # where the others go on
         checkpoint = str(tmp_path_factory.mktemp("checkpoint") / "saved")
         found = launch_all(TWO, 2, tmp_path_factory.mktemp("two"), *two, checkpoint)
         found |= launch_all(FOUR, 4, tmp_path_factory.mktemp("four"), *four, checkpoint)
-        found |= launch_all(LEFT, 2, tmp_path_factory.mktemp("left"), *left)
-        yield found, {"two": two, "four": four, "left": left}
+        found |= launch_all(LEFT, 2, folder, *left)
+        yield found, {"two": two, "four": four, "left": left, "folder": folder}
 
 
 def assert_equal(ours, theirs):
@@ -234,10 +238,70 @@ def test_a_frozen_base_in_parts_has_the_digest_of_the_whole(runs):
         assert optimizer.version == 2  # the run has taken it in: the base has the same digest
 
 
+def test_a_group_without_ranks_of_the_mesh_is_refused_by_each(runs):
+    for rank, found in enumerate(runs[0]["refuses_other_groups"]):
+        kind, text = found["alone"]
+        assert kind == "ConfigurationError"
+        assert f"'a' lies on the ranks [0, 1] of its mesh, and group has the ranks [{rank}]" in text
+        assert "new_group([0, 1])" in text
+
+
+def test_arguments_and_groups_that_differ_among_ranks_are_refused_by_all(runs):
+    for found in runs[0]["refuses_other_groups"]:
+        assert found["rate"][0] == found["groups"][0] == "ConfigurationError"
+        assert "on rank 1 of this node lr is 1.1, and on rank 0 0.1" in found["rate"][1]
+        assert "which parameters group 0 has, by position, is [0, 1, 2], and on rank 0 [0, 1]" in found["groups"][1]
+    for found in runs[0]["refuses_other_steps"]:
+        assert found["rate"][0] == found["group"][0] == "ConfigurationError"
+        assert "on rank 1 of this node lr of group 0 is 1.1, and on rank 0 0.1" in found["rate"][1]
+        assert "the number of param groups is 1, and on rank 0 2" in found["group"][1]
+
+
+def test_a_rank_without_any_gradient_is_refused_and_one_without_some_is_not(runs):
+    for found in runs[0]["refuses_other_steps"]:
+        for name, (lacks, has) in {"no gradient": (1, 0), "no gradient of the leader": (0, 1)}.items():
+            assert found[name][0] == "ConfigurationError"
+            assert (
+                f"rank {lacks} of the group has no gradient at all in this step, and rank {has} has" in found[name][1]
+            )
+        assert found["version"] == 0
+        assert found["untouched"]
+    leader, _ = runs[0]["refuses_other_steps"]
+    for number, (name, parameter) in enumerate(Shapes().named_parameters()):
+        change = 0.1 * gradient(0, number, parameter.shape)
+        if name == "d":
+            mask = torch.zeros(parameter.numel())
+            mask[leader["d"]] = 1
+            change *= mask.view(change.shape)
+        if name == "e":
+            change.zero_()  # in no group
+        torch.testing.assert_close(leader["whole"][number], parameter.detach() - change, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_equal_blocks_must_be_equal(runs):
+    for found in runs[0]["rows"]:
+        assert found["version"] == 0
+        assert found["error"][0] == "ConfigurationError"
+        assert "ranks 0 and 2 have the same values of 'a', and their gradients have to be equal" in found["error"][1]
+
+
+def test_the_lines_of_the_guide_push_what_all_ranks_hold_at_sigterm(runs):
+    assert [found["steps"] for found in runs[0]["ends_in_order"]] == [STEPS, STEPS]
+    saved = psclient.download(runs[1]["two"][17])
+    for number, (name, parameter) in enumerate(Shapes().named_parameters()):
+        change = sum(0.1 * gradient(step, number, parameter.shape) for step in range(STEPS))
+        torch.testing.assert_close(saved[name], parameter.detach() - change, rtol=1e-5, atol=1e-5)
+
+
+def test_the_log_says_whose_residuals_are_lost_at_sigterm(runs):
+    log = (runs[1]["folder"] / "leader_is_terminated" / "log").read_text()
+    assert "has pushed what the blocks of rank 0 held (what other ranks held since the last flush() is lost" in log
+
+
 @pytest.mark.parametrize("scenario", LEFT)
 def test_a_killed_rank_ends_its_worker(runs, scenario):
     found = runs[0][scenario]
-    survivor = found[1] if scenario == "leader_dies" else found[0]
+    survivor = found[1] if scenario in ("leader_dies", "leader_is_terminated") else found[0]
     assert survivor["error"][0] == "NodeBrokenError"
     assert [each is None for each in found].count(True) == 1
     address = runs[1]["left"][LEFT.index(scenario)]

@@ -3,6 +3,9 @@
 The recipe of docs/guide/embeddings.md is run here.
 """
 
+import signal
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -169,3 +172,129 @@ def test_a_weight_decay_is_refused_before_anything_is_sent(server):
     optimizer = make(groups)
     train(model, optimizer, 1)
     assert optimizer.version == 1
+
+
+def test_gradients_of_several_backward_calls_add_up():
+    models = [Tower(sparse=True) for _ in range(2)]
+    for dense, model in zip((True, False), models, strict=True):
+        with (
+            psclient.LocalServer() as server,
+            psclient.ASGD(model.parameters(), lr=0.5, model=model, server=server, settings=QUICK) as optimizer,
+        ):
+            for step in range(3):
+                words, labels = batch(step)
+                nn.functional.cross_entropy(model(words), labels).backward()
+            if dense:
+                for table in (model.table, model.bag):
+                    table.weight.grad = table.weight.grad.coalesce().to_dense()
+            optimizer.step(samples=3 * BATCH)
+    assert same(*models)
+
+
+class Tied(nn.Module):
+    """A table that is read by rows and multiplied whole: torch makes its gradient dense."""
+
+    def __init__(self, sparse):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(ROWS, COLUMNS, sparse=sparse)
+        self.out = nn.Linear(COLUMNS, ROWS, bias=False)
+        self.out.weight = self.table.weight
+
+    def forward(self, words):
+        return self.out(self.table(words).mean(1))
+
+
+def test_a_tied_table_has_a_whole_gradient_and_rows_where_it_is_only_read():
+    models = [Tied(sparse) for sparse in (True, False)]
+    for model in models:
+        with (
+            psclient.LocalServer() as server,
+            psclient.ASGD(model.parameters(), lr=0.5, model=model, server=server, settings=QUICK) as optimizer,
+        ):
+            for step, whole in enumerate((True, False, True)):
+                words, _ = batch(step)
+                optimizer.zero_grad()
+                (model(words).square() if whole else model.table(words)).mean().backward()
+                assert model.table.weight.grad.is_sparse == (model.table.sparse and not whole)
+                optimizer.step()
+    for ours, expected in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+def clip(parameters, most):
+    """As docs/guide/embeddings.md has it."""
+    found = []
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+            found.append(parameter.grad.values())
+        elif parameter.grad is not None:
+            found.append(parameter.grad)
+    norm = torch.nn.utils.get_total_norm(found)
+    for each in found:
+        each.mul_((most / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+@pytest.mark.parametrize("method", ["the lines of the page", "clip_norm of DGC"])
+def test_rows_are_clipped_as_the_whole_table_is(method):
+    models, norms = [Tower(sparse) for sparse in (True, False)], []
+    for model in models:
+        make = psclient.ASGD
+        if method == "clip_norm of DGC":
+            make = partial(psclient.DGC, momentum=0.0, density=1.0, clip_norm=0.05)
+        with (
+            psclient.LocalServer() as server,
+            make(model.parameters(), lr=0.5, model=model, server=server, settings=QUICK) as optimizer,
+        ):
+            before = [each.detach().clone() for each in model.parameters()]
+            words, labels = batch(0)
+            nn.functional.cross_entropy(model(words), labels).backward()
+            if make is psclient.ASGD:
+                clip(model.parameters(), 0.05)
+            optimizer.step()
+            pairs = zip(model.parameters(), before, strict=True)
+            norms.append(torch.nn.utils.get_total_norm([each.detach() - was for each, was in pairs]).item())
+    assert norms == pytest.approx([0.5 * 0.05] * 2, rel=1e-3)
+    for ours, expected in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+TERMINATED = """
+import sys, torch, psclient
+from tests.system.tools import QUICK
+from tests.system.training.test_sparse_embeddings import Tower, train
+torch.set_num_threads(1)
+model = Tower(sparse=True)
+optimizer = psclient.GradientDropping(
+    model.parameters(), lr=0.5, density=1e-4, model=model, server=sys.argv[1], settings=QUICK
+)
+train(model, optimizer, 4)
+torch.save(model.state_dict(), sys.argv[2])
+optimizer.flush() if sys.argv[3] == "flush" else None
+print("trained", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_sigterm_pushes_what_rows_are_owed(tmp_path):
+    saved = []
+    for number, how in enumerate(("flush", "SIGTERM")):
+        with psclient.LocalServer(down_mode="exact") as server:
+            worker = subprocess.Popen(
+                [sys.executable, "-c", TERMINATED, server.server, str(tmp_path / str(number)), how],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            assert worker.stdout.readline() == b"trained\n"
+            if how == "SIGTERM":
+                worker.send_signal(signal.SIGTERM)
+            worker.communicate(timeout=60)
+            assert worker.returncode == (128 + signal.SIGTERM if how == "SIGTERM" else 0)
+            saved.append((torch.load(tmp_path / str(number)), psclient.download(server.server)))
+    (before, flushed), (same_before, terminated) = saved
+    for name, values in flushed.items():
+        assert torch.equal(before[name], same_before[name])
+        assert not torch.equal(values, before[name]), "rows were owed"
+        assert torch.equal(terminated[name], values)
