@@ -36,6 +36,23 @@ _JOB_VARIABLES = (
 )
 
 
+def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true", help="run tests that are marked long, too")
+
+
+def pytest_configure(config):
+    """Run every test of a module or folder that is named."""
+    if config.args_source is pytest.Config.ArgsSource.ARGS:
+        config.option.long = True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Skip long tests here, so that the list of skipped tests has one line for all of them."""
+    if "long" in item.keywords and not item.config.getoption("long"):
+        pytest.skip("long tests: `make test LONG=1` runs them, and so does naming their module")
+
+
 def pytest_collection(session):
     """Load the modules of tests from another one on than the other processes of the run, which load all of them too.
 
@@ -110,8 +127,12 @@ def pytest_collection_modifyitems(config, items):
     all others wait for.
     """
     count, total = getattr(config, "workerinput", {}).get("workercount", 1), len(items)
-    slow = [item for item in items if "slow" in item.keywords]
-    rest = [item for item in items if "slow" not in item.keywords]
+
+    def is_slow(item):
+        return "slow" in item.keywords or ("long" in item.keywords and config.getoption("long"))
+
+    slow = [item for item in items if is_slow(item)]
+    rest = [item for item in items if not is_slow(item)]
     items.clear()
     for number in range(count):
         items += slow[number::count]

@@ -331,14 +331,20 @@ def main() -> None:
     import torch._dynamo  # noqa: F401  # which torch.optim loads at the first step
 
     del sys.modules["triton"]
+    import psclient.cli
     import psclient.optim.base  # noqa: F401
+    import psservice.cli.main
     import psservice.cli.serve
     import psservice.observability.log_lines
     import psservice.process.server
-    import psservice.process.shard_processes  # noqa: F401
+    import psservice.process.shard_processes
+    import psservice.process.standby_server
+    import psservice.relay.shard_count  # noqa: F401
     from pscore.warmup import warm_up
+    from psservice.settings import load
 
     warm_up()  # loads numba, which a server does with its first large push
+    load([])  # pydantic keeps what it has looked up
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # torch's, of its own tables
         finalizer.atexit = False
     gc.collect()

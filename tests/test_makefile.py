@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import venv
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,19 @@ ROOT = Path(__file__).parent.parent
 
 def planned(target, venv, *variables):
     command = ["make", "--dry-run", target, f"VENV={venv}", *variables]
-    of_make = {"MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "ARGS"}  # the tests may be run by `make test ARGS=…`
+    of_make = {"MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "ARGS", "LONG"}  # the tests may be run by `make test ARGS=…`
     environment = {name: value for name, value in os.environ.items() if name not in of_make}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True)
     return run.stdout
+
+
+@cache
+def flags_of(module):
+    """What the help of a program says."""
+    command = [sys.executable, "-m", module, "--help"]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout
 
 
 PROGRAMS = (
@@ -33,11 +43,7 @@ def test_the_program_behind_a_target_begins_and_knows_the_flags_that_it_is_given
     plan = planned(target, tmp_path / "venv", "QUICK=1")
     (command,) = [line for line in plan.splitlines() if re.search(r"python3? -m (?!pip|venv)", line)]
     module, *flags = re.findall(r"-m (\S+)", command) + re.findall(r"--[a-z-]+", command)
-    answer = subprocess.run(
-        [sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
-    assert answer.returncode == 0, answer.stderr
-    assert not [flag for flag in flags if flag not in answer.stdout]
+    assert not [flag for flag in flags if flag not in flags_of(module)]
 
 
 def test_every_target_has_a_smallest_form_that_ci_runs_or_is_run_whole_by_ci(tmp_path):
@@ -45,7 +51,7 @@ def test_every_target_has_a_smallest_form_that_ci_runs_or_is_run_whole_by_ci(tmp
     script = (ROOT / ".ci" / "run").read_text()
     assert "tools.smoke" in script
     names = {"lint": "make .* lint$", "docs": "make .* docs$", "examples": "make .* examples QUICK=1$"}
-    names |= {"test": "make .* test ", "container-test": "tools.container_test"}
+    names |= {"test": "make .* test LONG=1 ", "container-test": "tools.container_test"}
     assert [name for name, runs in names.items() if not re.search(runs, script, re.MULTILINE)] == []
     assert names.keys() | {"smoke"} == smoke.WHOLE.keys()
 
@@ -56,12 +62,9 @@ def test_the_smallest_form_of_a_target_gives_its_program_flags_that_it_knows(tar
     plan = planned(*given[1:2], tmp_path / "venv", *given[2:])
     for command in [line for line in plan.splitlines() if re.search(r"python3? -m (?!pip|venv)", line)]:
         module, *flags = re.findall(r"-m (\S+)", command) + re.findall(r" (--[a-z-]+)", command)
-        answer = subprocess.run(
-            [sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=100
-        )
-        assert [flag for flag in flags if flag not in answer.stdout] == []
+        assert [flag for flag in flags if flag not in flags_of(module)] == []
         for chosen in re.findall(r"--only ([a-z ]+?)(?: --|$)", command):
-            assert set(chosen.split()) <= set(re.findall(r"[a-z_-]+", answer.stdout))
+            assert set(chosen.split()) <= set(re.findall(r"[a-z_-]+", flags_of(module)))
 
 
 def test_a_form_that_fails_fails_and_one_that_cannot_run_here_is_skipped(monkeypatch):
@@ -79,6 +82,11 @@ def test_the_quickstart_installs_what_it_needs_and_not_the_tools_of_developers(t
     assert "'.[quickstart]'" in plan
     assert "[dev]" not in plan
     assert "[dev]" in planned("test", tmp_path / "venv")
+
+
+def test_long_tests_are_run_if_it_is_asked_for(tmp_path):
+    for variables, is_given in (((), False), (("LONG=1",), True)):
+        assert ("--long" in planned("test", tmp_path / "venv", *variables)) == is_given
 
 
 def test_an_interpreter_that_did_not_make_the_environment_is_refused(tmp_path):

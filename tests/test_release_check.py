@@ -51,6 +51,7 @@ def test_a_wheel_of_another_version_is_refused(wheel, tmp_path, monkeypatch):
     assert problem.startswith("it says version ")
 
 
+@pytest.mark.long
 def test_an_older_wheel_does_not_stay_beside_the_new_one(tmp_path, wheel):
     shutil.copy(wheel, tmp_path / "sparseps-0.0.1-py3-none-any.whl")
     release_check.build(tmp_path)

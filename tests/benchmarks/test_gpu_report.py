@@ -26,6 +26,7 @@ def test_the_plan_takes_under_20_minutes_and_names_files_that_exist(capsys):
                 assert (ROOT / word).is_file(), word
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_does_nothing_and_says_so(capsys):
     assert gpu.main([]) == gpu.NO_GPU
@@ -73,6 +74,7 @@ class Event:
         return other.at - self.at
 
 
+@pytest.mark.long
 def test_the_table_of_selection_on_a_gpu_is_made(monkeypatch):
     """In Triton's interpreter, with a fake clock; where a GPU is, on that."""
     pytest.importorskip("triton")

@@ -144,6 +144,7 @@ def test_results_are_written_and_read(small_runs, tmp_path):
     assert [*result.losses] == [1, 2, 4]
 
 
+@pytest.mark.long
 def test_the_command_writes_its_report_and_goes_on(small_runs, tmp_path, monkeypatch, capsys):
     command = ["--models", "resnet50", "densenet121", "--steps", "4", "--batch-size", "8", "--rounds", "1"]
     command += ["--output", str(tmp_path)]
@@ -170,6 +171,7 @@ def test_without_torchvision_the_command_says_so(monkeypatch, tmp_path, capsys):
     assert "torchvision" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_one_model_on_digits_in_cifars_format(tmp_path):
     """The real thing, two steps of it."""
     if not capture.importlib.util.find_spec("torchvision"):

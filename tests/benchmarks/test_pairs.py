@@ -28,6 +28,7 @@ def test_a_base_that_is_no_checkout_is_refused(tmp_path):
         Checkout(tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.executes_python
 def test_a_probe_that_fails_is_told_in_its_own_words():
     with Checkout() as here, pytest.raises(ProbeError, match="unexpected keyword argument 'nonsense'"):
@@ -75,7 +76,7 @@ def test_rows_have_names_of_their_own():
 
 
 @pytest.mark.executes_python
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_workers_exchange_with_a_server():
     with Checkout() as here:

@@ -113,6 +113,7 @@ def test_a_handover_costs_where_works_wait_for_one_another_and_nowhere_else():
     assert simulate(alone, replace(costs, handover=0.01)) == simulate(alone, costs)
 
 
+@pytest.mark.long
 def test_a_handover_is_found_from_what_a_crowd_reached():
     crowd = Case("crowd", 200_000, 0.01, 1, 0.0, "exact")
     costs = replace(COSTS, handover=7e-4)

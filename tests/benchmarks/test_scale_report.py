@@ -45,6 +45,7 @@ def test_more_shards_move_what_saturates():
     assert sweeper.at(with_workers(cluster, 30)).busiest[0] == found.resource
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)  # a loaded machine starts a server and clients in minutes
 def test_the_program_writes_all_its_files(tmp_path, monkeypatch, capsys):
     """With costs that are given, a grid of few points and one short real run."""

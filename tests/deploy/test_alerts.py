@@ -154,6 +154,7 @@ def test_promtool_finds_the_rules_sound():
     assert f"{len(ALERTS)} rules found" in answer.stdout
 
 
+@pytest.mark.long
 @needs_promtool
 @pytest.mark.timeout(400)  # half a minute of a core
 def test_alerts_fire_when_they_should_and_only_then():

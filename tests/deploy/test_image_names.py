@@ -11,6 +11,7 @@ import yaml
 
 from pscore.version import __version__
 from tests.deploy import manifests
+from tests.tiers import long_but
 
 ROOT = Path(__file__).parents[2]
 PLACE = Path("kubernetes/components/release/images.env")
@@ -47,13 +48,13 @@ def wanted(overlay: str, kind: str, images: dict[str, str]) -> set[str]:
     return {images["SERVER_IMAGE" if kind == "CronJob" else "WORKER_IMAGE"]}
 
 
-@pytest.mark.parametrize("overlay", manifests.OVERLAYS)
+@pytest.mark.parametrize("overlay", long_but(["cpu-dev", "production"], manifests.OVERLAYS))
 def test_every_pod_of_an_overlay_has_the_image_of_the_one_file(overlay):
     for kind, template in manifests.pods(overlay):
         assert images_of(template) == wanted(overlay, kind, named(ROOT / "deploy"))
 
 
-@pytest.mark.parametrize("overlay", manifests.OVERLAYS)
+@pytest.mark.parametrize("overlay", long_but(["cpu-dev", "production"], manifests.OVERLAYS))
 def test_a_registry_a_tag_and_a_digest_in_the_one_file_reach_every_pod(overlay, changed, monkeypatch):
     monkeypatch.setattr(manifests, "KUBERNETES", changed / "kubernetes")
     found = list(manifests.pods(overlay))

@@ -17,6 +17,7 @@ from psservice.rpc.certificate_roles import read_certificate_roles
 from psservice.settings import ServerSettings, split_address
 from tests.deploy import manifests
 from tests.deploy.manifests import KUBERNETES, OVERLAYS, ROOT, SECURE, build, container, environment, one, pods
+from tests.tiers import long_but
 from tools import generate_configmap, generate_prometheus_rule
 
 OLDEST, NEWEST = "1.29.0", "1.37.0"
@@ -90,7 +91,7 @@ def test_generated_files_are_up_to_date(generator, monkeypatch, capsys, tmp_path
     assert "old.yaml is out of date" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
+@pytest.mark.parametrize("overlay", long_but(["cpu-dev", "production"], OVERLAYS))
 def test_every_object_is_valid(overlay):
     for each in build(overlay):
         kind = each["kind"]

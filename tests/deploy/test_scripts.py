@@ -260,6 +260,7 @@ def test_wrong_arguments_print_nothing(arguments):
     assert reshard_job(*arguments) == (2, "")
 
 
+@pytest.mark.long
 def test_one_shard_begins_with_the_model_of_two(tmp_path):
     data, init = tmp_path / "data", tmp_path / "init"
     with LocalServer(shards=2, data_dir=data) as server:

@@ -7,6 +7,7 @@ import pytest
 
 from tests.deploy import manifests
 from tests.deploy.manifests import KUBERNETES, OVERLAYS, container, environment, one, pods
+from tests.tiers import long_but
 
 INSTANCE = "app.kubernetes.io/instance"
 PLAIN = [name for name in OVERLAYS if not manifests.suffix(name)]
@@ -58,7 +59,7 @@ def selectors_of(overlay):
             yield from walk(each.get("spec", {}), name)
 
 
-@pytest.mark.parametrize("overlay", PLAIN)
+@pytest.mark.parametrize("overlay", long_but(["cpu-dev", "production"], PLAIN))
 def test_no_name_and_no_selector_is_anothers(overlay, runs):
     first, second = runs(overlay)
     names = [{(each["kind"], each["metadata"]["name"]) for each in manifests.build(run)} for run in (first, second)]
@@ -72,7 +73,7 @@ def test_no_name_and_no_selector_is_anothers(overlay, runs):
             assert not any(selector.items() <= labels.items() for labels in labels_of(other)), name
 
 
-@pytest.mark.parametrize("overlay", PLAIN)
+@pytest.mark.parametrize("overlay", long_but(["cpu-dev", "production"], PLAIN))
 def test_every_pod_calls_its_own_runs_servers(overlay, runs):
     _, second = runs(overlay)
     stateful = one(second, "StatefulSet", "psservice")
@@ -83,7 +84,7 @@ def test_every_pod_calls_its_own_runs_servers(overlay, runs):
     assert coordinator.split("/")[0] == "psservice-b-0.psservice-b:50051"
 
 
-@pytest.mark.parametrize("overlay", PLAIN)
+@pytest.mark.parametrize("overlay", long_but(["cpu-dev", "production"], PLAIN))
 def test_every_pod_has_its_own_runs_settings_and_secrets(overlay, runs):
     first, second = runs(overlay)
     kinds = {"configMap": "ConfigMap", "secret": "Certificate"}

@@ -16,6 +16,7 @@ from support.smalldata import write_imagenet
 from torch import nn
 
 import psclient
+from tests.tiers import long_but
 
 CPU = torch.device("cpu")
 CLASSES, PER_CLASS = 3, 8  # a quarter of these are for validation
@@ -70,7 +71,7 @@ class Numbered:
         return self.inner.read(index)[0], index
 
 
-@pytest.mark.parametrize("layout", ["folder", "records"])
+@pytest.mark.parametrize("layout", long_but(["folder"], ["folder", "records"]))
 def test_the_loaders_agree_on_labels_and_validation_pixels(folder, records, layout):
     pytest.importorskip("nvidia.dali")
     images = open_images(folder if layout == "folder" else records, "val", CLASSES)
@@ -142,7 +143,7 @@ def test_elastic_data_train_each_sample_once_an_epoch(folder, kind):
     assert trained == dict.fromkeys(range(len(images)), 3)
 
 
-@pytest.mark.parametrize("damage", ["text", "truncated", "empty"])
+@pytest.mark.parametrize("damage", long_but(["truncated"], ["text", "truncated", "empty"]))
 def test_an_image_that_cannot_be_decoded_is_named(tmp_path, kind, damage):
     images = FolderImages(write_imagenet(tmp_path, per_class=4, classes=2, size=64) / "train")
     path = tmp_path / "train" / images.classes[1] / images._names[4]

@@ -31,6 +31,7 @@ def said(monkeypatch, capsys, *arguments):
     return status, printed.out + printed.err
 
 
+@pytest.mark.long
 def test_what_cannot_work_is_refused_before_anything_is_written(data, tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import psclient
 from tests.system.tools import make_data, make_model
+from tests.tiers import long_but
 
 LENGTH = methods.Length(epochs=2, steps_per_epoch=8, warmup_epochs=0.5)
 
@@ -39,7 +40,7 @@ def epoch(model, optimizer, clock, loader):
     return rates
 
 
-@pytest.mark.parametrize("name", methods.METHODS)
+@pytest.mark.parametrize("name", long_but(["dgs", "outer", "ssgd"], methods.METHODS))
 def test_each_method_trains_and_follows_its_schedule(tmp_path, name):
     options = parse("--method", name, "--period", "2", "--density", "0.5")
     data = TensorDataset(*make_data(count=128))
@@ -93,7 +94,8 @@ def test_a_run_at_home_goes_on_where_it_was(tmp_path, schedule):
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule"), [("dgs", "cosine"), ("dgs", "step"), ("outer", "cosine"), ("ssgd", "step")]
+    ("name", "schedule"),
+    long_but([("dgs", "cosine")], [("dgs", "cosine"), ("dgs", "step"), ("outer", "cosine"), ("ssgd", "step")]),
 )
 def test_a_worker_that_is_resumed_goes_on_at_the_rate_of_the_run(tmp_path, name, schedule):
     """Its saved state has the rate as it was lowered by then, which is not lowered again."""

@@ -10,6 +10,8 @@ from support.images import FolderImages
 from support.smalldata import write_imagenet
 from torch import nn
 
+from tests.tiers import long_but
+
 
 def options(out, method="dgs"):
     return Namespace(
@@ -34,7 +36,7 @@ def options(out, method="dgs"):
     )
 
 
-@pytest.mark.parametrize("method", ["dgs", "momentum-sgd"])
+@pytest.mark.parametrize("method", long_but(["dgs"], ["dgs", "momentum-sgd"]))
 def test_every_part_is_measured_written_and_drawn(tmp_path, monkeypatch, capsys, method):
     monkeypatch.setattr(profile.os, "cpu_count", lambda: 1)
     images = FolderImages(write_imagenet(tmp_path / "data", per_class=4, classes=2, size=80) / "train")

@@ -26,7 +26,7 @@ def require(package):
         pytest.skip(f"{package} is not installed")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_two_workers_of_ray_train_share_a_model(tmp_path):
     require("ray")
@@ -92,7 +92,7 @@ def node(name, home, port, **variables):
         process.communicate(timeout=60)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_what_skypilot_runs_trains(tmp_path):
     """Servers and workers with certificates and roles, on loopback, each in a home of its own."""

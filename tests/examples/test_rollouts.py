@@ -49,6 +49,7 @@ def all_gone(processes):
     wait_until(lambda: not any(each.is_running() and each.status() != "zombie" for each in processes), HANG_SECONDS)
 
 
+@pytest.mark.long
 def test_the_short_form_does_and_checks_everything(tmp_path):
     with started(tmp_path / "out", "--quick") as process:
         output = process.communicate(timeout=HANG_SECONDS)[0]
@@ -87,6 +88,7 @@ def test_a_killed_trainer_leaves_nobody_behind(tmp_path):
         all_gone(children)
 
 
+@pytest.mark.long
 def test_a_rollout_process_that_nobody_should_have_killed_ends_the_run(tmp_path):
     with started(tmp_path / "out", "--steps", "1000000") as process:
         children = descendants(process)

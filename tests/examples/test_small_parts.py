@@ -58,6 +58,7 @@ def test_text_is_split_by_files_and_both_parts_have_some(tmp_path):
     assert sorted(set(training.tolist())) == [n for n in range(20) if n not in (9, 19)]
 
 
+@pytest.mark.long
 def test_the_standard_library_is_read_no_further_than_asked_and_always_alike():
     one, two = read_text(None, 200_000), read_text(None, 200_000)
     assert 200_000 <= len(one[0]) + len(one[1]) < 700_000

@@ -10,6 +10,8 @@ from cifar10 import make_model
 from support.evaluation import ServersModel, load_saved
 from support.launch import Place
 
+from tests.tiers import long_but
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -33,7 +35,9 @@ def test_an_operator_that_is_only_declared_is_an_error_when_it_is_called():
         vision.torchvision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "densenet121", "squeezenet1_1", "mnasnet0_5", "shufflenet_v2_x0_5"])
+@pytest.mark.parametrize(
+    "name", long_but(["resnet18"], ["resnet18", "densenet121", "squeezenet1_1", "mnasnet0_5", "shufflenet_v2_x0_5"])
+)
 def test_a_saved_model_loads_into_the_plain_module(tmp_path, name):
     torch.manual_seed(0)
     model = make_model(name, 10).eval()

@@ -12,14 +12,16 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.hostile.attackers import FLOODS, SERVICE
 from tests.hostile.floods import TOKEN, scene
 from tests.system.tools import wait_until
+from tests.tiers import long_but
 
+SHORT = ("empty_pushes", "unread_downloads", "rapid_reset")
 PUSHES = 40
 MEMORY_BYTES = 64 << 20
 STOP_SECONDS = 10.0  # a quiet machine takes 1 to 3
 SECONDS = 60.0
 
 
-@pytest.mark.parametrize("kind", FLOODS)
+@pytest.mark.parametrize("kind", long_but(SHORT, FLOODS))
 def test_an_honest_worker_trains_on_under_a_flood_and_the_server_ends_when_it_is_told(kind, tmp_path):
     with scene(tmp_path, rpc_threads=4) as on:
         before = on.memory_bytes()
@@ -33,7 +35,7 @@ def test_an_honest_worker_trains_on_under_a_flood_and_the_server_ends_when_it_is
             assert on.stop() < STOP_SECONDS
 
 
-@pytest.mark.parametrize("token", [None, TOKEN])
+@pytest.mark.parametrize("token", long_but([None], [None, TOKEN]))
 def test_bodies_that_are_no_protobuf_leave_nothing_behind(token, tmp_path):
     with scene(tmp_path) as on:
         credentials = grpc.ssl_channel_credentials(on.ca.read_bytes())

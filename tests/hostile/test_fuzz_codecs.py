@@ -17,6 +17,7 @@ from tests.hostile import corpus_files
 from tests.hostile.corpus_files import FOLDERS
 from tests.hostile.mutation import campaign, changed, good_chunks, outcome
 from tests.hostile.oracle import decode_alike
+from tests.tiers import long_but
 from tools import fuzz_codecs
 
 ROUNDS = 1500
@@ -37,7 +38,10 @@ def test_good_chunks_are_taken(codec):
     assert {outcome(chunk) for chunk in chunks} == {"taken"}
 
 
-@pytest.mark.parametrize("codec", FOLDERS)
+@pytest.mark.parametrize(
+    "codec",
+    long_but(list(FOLDERS)[::5], FOLDERS),
+)
 def test_changed_chunks_are_refused_or_keep_every_promise_within_memory(codec, traced):
     outcomes = campaign(codec, ROUNDS, seed=1)
     assert outcomes["taken"] >= ROUNDS // 50, "too few come through to be checked"
@@ -79,6 +83,7 @@ class Fuzzer:
         (self.crashes / "crash-1").write_bytes(new)
 
 
+@pytest.mark.long
 def test_the_fuzzer_begins_with_seeds_and_writes_findings_and_new_files_of_the_corpus(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "atheris", Fuzzer())
     monkeypatch.setattr(corpus_files, "CORPUS", tmp_path / "corpus")

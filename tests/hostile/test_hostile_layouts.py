@@ -19,6 +19,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.durability.initial_model import fit
 from tests.hostile.mutation import mutate_bytes
 from tests.packed import packed
+from tests.tiers import long_but
 
 many = settings(deadline=None, max_examples=300)
 LAYOUT = ModelLayout((TensorSpec("w", (2, 3), torch.float32),), (TensorSpec("n", (), torch.int64),))
@@ -125,9 +126,10 @@ FORGED = {
     "an alias too many": (packed(*[ALIASES] * 4, pb.ModelLayout(parameters=ALIASES.parameters)), "1048576 aliases"),
     "tensors of two bytes": (forged(*[zlib.compress(b"\n\0" * (1 << 19))] * 3), "1048576 tensors"),
 }
+LARGE = ("a tensor too many", "tensors of two bytes")  # seconds each
 
 
-@pytest.mark.parametrize("what", FORGED)
+@pytest.mark.parametrize("what", long_but([what for what in FORGED if what not in LARGE], FORGED))
 @pytest.mark.parametrize("read", [unpack_layout, unpacked])
 def test_a_forged_layout_is_refused_within_memory_that_was_charged(what, read, monkeypatch):
     found, named = FORGED[what]

@@ -51,6 +51,7 @@ print("ok")
 """
 
 
+@pytest.mark.long
 @pytest.mark.executes_python
 @pytest.mark.skipif(sys.platform != "linux", reason="limits its own address space, which needs Linux")
 def test_a_huge_declared_length_allocates_nothing():

@@ -44,6 +44,7 @@ def test_importing_the_codecs_loads_no_compiler():
     assert done.stdout.strip() == "False"
 
 
+@pytest.mark.long
 def test_triton_is_loaded_by_the_first_selection_and_not_by_an_import():
     probe = "import sys, pscore.selection.cuda.launches; sys.exit('triton' in sys.modules)"
     subprocess.run([sys.executable, "-c", probe], check=True, cwd=ROOT)

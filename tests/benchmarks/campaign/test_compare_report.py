@@ -62,6 +62,7 @@ def test_every_method_has_a_place_in_figures_that_are_small(tmp_path):
         assert 5_000 < path.stat().st_size < 200_000
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_the_program_writes_its_files_and_does_nothing_twice(tmp_path, monkeypatch, capsys):
     done = []

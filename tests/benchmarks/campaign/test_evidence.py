@@ -116,6 +116,7 @@ def test_the_report_answers_and_says_what_was_not_run(tmp_path):
     ]
 
 
+@pytest.mark.long
 def test_simulated_workers_are_equally_stale_and_train_alike_each_time():
     spec = Spec("digits", "gradient_dropping", 3, 0, 960, 0.4, 0.0, FORMS["3 % of bytes"], simulated=True, points=2)
     first, second = execute(spec), execute(spec)
@@ -125,6 +126,7 @@ def test_simulated_workers_are_equally_stale_and_train_alike_each_time():
     assert first.curve[-1][1] == pytest.approx(first.up_bytes, rel=0.1)
 
 
+@pytest.mark.long
 def test_the_program_runs_a_stage_to_its_last_file_and_reports_it_again(tmp_path, capsys):
     stage = ["--only", "simulated", "--methods", "asgd", "rmsprop", "--seeds", "0", "--samples", "256"]
     command = ["--quick", *stage, "--rate", "0.125", "--output", str(tmp_path)]
@@ -141,6 +143,7 @@ def test_the_program_runs_a_stage_to_its_last_file_and_reports_it_again(tmp_path
     assert (tmp_path / "journal.jsonl").read_text() == journal
 
 
+@pytest.mark.long
 def test_a_simulated_run_that_the_machine_holds_up_trains_as_any_other(monkeypatch):
     spec = Spec("digits", "gradient_dropping", 3, 0, 960, 0.4, 0.0, FORMS["3 % of bytes"], simulated=True)
     undisturbed = execute(spec)
@@ -150,6 +153,7 @@ def test_a_simulated_run_that_the_machine_holds_up_trains_as_any_other(monkeypat
     assert disturbed.mean_staleness == undisturbed.mean_staleness
 
 
+@pytest.mark.long
 def test_a_real_step_lasts_as_long_as_the_run_says():
     done = execute(Spec("digits", "dgs", 2, 0, 320, 0.2, 0.3, FORMS["1 %, top-k"], pace=0.05))
     assert done.seconds >= 10 * 0.05

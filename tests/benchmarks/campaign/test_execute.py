@@ -5,11 +5,12 @@ import pytest
 from benchmarks.campaign.execute import execute
 from benchmarks.campaign.spec import Form, Spec
 from benchmarks.campaign.worker import decay
+from tests.tiers import long_but
 
 pytestmark = pytest.mark.timeout(400)  # the first run of a machine compiles all loops before it forks
 
 
-@pytest.mark.parametrize(("method", "workers"), [("sgd", 1), ("dgs", 2)])
+@pytest.mark.parametrize(("method", "workers"), long_but([("dgs", 2)], [("sgd", 1), ("dgs", 2)]))
 def test_a_run_trains_and_counts(method, workers):
     outcome = execute(Spec("digits", method, workers, 0, 1920, 0.3, 0.6, Form(0.1)))
     assert outcome.score > 0.5

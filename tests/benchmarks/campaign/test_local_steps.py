@@ -12,10 +12,10 @@ SAMPLES = 8 * 8 * 8
 @pytest.mark.parametrize(
     ("form", "least", "most"),
     [
-        (Form(period=2), 0.99, 1.0),
+        pytest.param(Form(period=2), 0.99, 1.0, marks=pytest.mark.long),
         (Form(period=2, density=0.1), 0.1, 0.2),
-        (Form(period=4, fragments=2), 0.99, 1.0),
-        (Form(period=2, slow_steps=0), 0.86, 0.875),  # seven of eight have moved
+        pytest.param(Form(period=4, fragments=2), 0.99, 1.0, marks=pytest.mark.long),
+        pytest.param(Form(period=2, slow_steps=0), 0.86, 0.875, marks=pytest.mark.long),  # seven of eight have moved
     ],
 )
 def test_a_form_sends_its_share(form, least, most):
@@ -24,6 +24,7 @@ def test_a_form_sends_its_share(form, least, most):
     assert math.isfinite(loss)
 
 
+@pytest.mark.long
 def test_fragments_and_late_averages_train_another_model_than_the_plain_form():
     plain = train(Form(period=4), 5e-3, SAMPLES, seed=0)
     assert train(Form(period=4), 5e-3, SAMPLES, seed=0) == plain

@@ -18,6 +18,7 @@ from benchmarks.rivals.contenders import CONTENDERS, DENSE_STEPS
 from benchmarks.rivals.synchronous import batches_before
 from benchmarks.rivals.worker import Moment, Told
 from tests.benchmarks.campaign.campaign_makers import Silent
+from tests.tiers import long_but
 
 pytestmark = pytest.mark.timeout(400)  # the first run of a machine compiles all loops before it forks
 
@@ -60,6 +61,7 @@ def network(monkeypatch):
     monkeypatch.setattr(Cell, "network", lambda self: nullcontext(object()))
 
 
+@pytest.mark.long
 def test_seeds_are_shown_with_their_spread_and_lead_only_if_all_get_there(tmp_path, network):
     def do(job, on_network):
         """Seed 1 of DiLoCo never gets there; DDP takes longer with it, ours not as long."""
@@ -79,6 +81,7 @@ def test_seeds_are_shown_with_their_spread_and_lead_only_if_all_get_there(tmp_pa
     assert sum(journal.commits.values()) == len((tmp_path / "journal.jsonl").read_text().splitlines())
 
 
+@pytest.mark.long
 def test_runs_that_the_repository_keeps_are_not_done_again(tmp_path, network):
     done, kept = [], tmp_path / "kept.jsonl"
     first = Journal(tmp_path / "first.jsonl", Silent(), kept=kept)
@@ -94,6 +97,7 @@ def test_runs_that_the_repository_keeps_are_not_done_again(tmp_path, network):
     assert second.commits == first.commits
 
 
+@pytest.mark.long
 def test_a_rival_is_trained_once_and_timed_in_each_cell(tmp_path, network):
     done = []
     campaign = Campaign(Journal(tmp_path / "journal.jsonl", Silent()), 4096, do=trained(done))
@@ -121,6 +125,7 @@ def test_a_rival_is_trained_once_and_timed_in_each_cell(tmp_path, network):
     assert len(done) == count
 
 
+@pytest.mark.long
 def test_the_program_writes_its_report_and_goes_on_from_its_journal(tmp_path, network, monkeypatch, capsys):
     done = []
     monkeypatch.setattr(lab, "unavailable", lambda: "")
@@ -153,7 +158,10 @@ def test_the_cells_that_matter_most_come_first():
 KINDS = ["rmsprop", "rounds", "but-one", "paced", "overlap", "ddp", "fp16", "power-1", "local", "diloco"]
 
 
-@pytest.mark.parametrize("contender", KINDS)
+@pytest.mark.parametrize(
+    "contender",
+    long_but(["rounds", "ddp"], KINDS),
+)
 def test_every_kind_of_worker_trains(contender):
     inner = "" if CONTENDERS[contender].method else "RMSprop"
     first, second = train(job_of(contender, inner, 0.125, 2, 0, 256))
@@ -173,7 +181,7 @@ def test_a_cell_has_hosts_that_reach_each_other(delay_ms):
     assert second.ended.down > 4 * 198_976
 
 
-@pytest.mark.parametrize("contender", ["rmsprop", "rounds", "power-1", "local", "diloco"])
+@pytest.mark.parametrize("contender", long_but(["local"], ["rmsprop", "rounds", "power-1", "local", "diloco"]))
 def test_training_goes_on_when_a_worker_is_lost_and_another_comes(contender, monkeypatch):
     monkeypatch.setattr("benchmarks.rivals.cells.ABSENT_SECONDS", 0.5)
     is_ours = bool(CONTENDERS[contender].method)
@@ -193,6 +201,7 @@ def test_the_batches_of_a_worker_that_is_not_there_are_missing():
     assert batches_before(replace(job, lost_at=0, back_at=0), 20) == 80
 
 
+@pytest.mark.long
 def test_in_a_cell_with_a_loss_rivals_train_to_the_end_and_the_new_worker_comes_in_time(tmp_path, network):
     done = []
     cell = CELL._replace(scenario="lost")

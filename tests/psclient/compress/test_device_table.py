@@ -26,9 +26,13 @@ from pscore.selection.cuda import launches as cuda
 from pscore.selection.cuda.launches import DeviceKernels, UnsoundError
 from tests.psclient.compress.test_host_table import HYPER, METHODS, Model, same
 from tests.pscore.kernel_makers import DEVICE, randn
+from tests.tiers import long_but
 
 SHAPES = [(3,), (30, 40), (7,), (2000,), (50, 9)]
 DTYPES = [torch.float32, torch.float16, torch.float32, torch.bfloat16, torch.float32]
+
+
+FULL = {"momentum": 0.7, "weight_decay": 0.01, "lr": 0.3}
 
 
 def made(method, hyper, kernels, dense_below=0, groups=1):
@@ -50,8 +54,8 @@ def on_host(memories):
     return [{name: memory.cpu() for name, memory in each.items()} for each in memories]
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-@pytest.mark.parametrize("hyper", [{}, {"momentum": 0.7, "weight_decay": 0.01, "lr": 0.3}])
+@pytest.mark.parametrize("method", long_but([DGC, DGS], METHODS), ids=lambda method: method.name)
+@pytest.mark.parametrize("hyper", long_but([FULL], [{}, FULL]))
 def test_where_all_is_sent_memories_and_entries_have_the_bits_of_the_host(method, hyper):
     hyper = HYPER | hyper | {"density": 1.0}
     device, host = made(method, hyper, DeviceKernels(DEVICE, block=2048, part=2048)), made(method, hyper, None)
@@ -65,7 +69,7 @@ def test_where_all_is_sent_memories_and_entries_have_the_bits_of_the_host(method
         same(on_host(device.memories()), host.memories())
 
 
-@pytest.mark.parametrize("method", [DGC, DGS])
+@pytest.mark.parametrize("method", long_but([DGC], [DGC, DGS]))
 def test_what_is_not_sent_stays_and_a_refused_push_returns(method):
     hyper = HYPER | {"density": 0.05}
     model = made(method, hyper, DeviceKernels(DEVICE, block=2048, part=2048), dense_below=100)
@@ -125,7 +129,7 @@ def test_an_update_that_overflows_leaves_finite_memories():
     assert all(bool(memory["residual"].isfinite().all()) for memory in model.memories())
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.parametrize("method", long_but([DGS], METHODS), ids=lambda method: method.name)
 def test_gradients_that_are_not_finite_change_nothing_though_nobody_waits_for_their_check(method):
     model = made(method, HYPER | {"density": 0.1, "momentum": 0.5}, DeviceKernels(DEVICE, block=2048, part=2048))
     model.compress(gradients_of(model, 0))
@@ -206,7 +210,7 @@ def test_all_devices_work_before_the_first_is_waited_for():
     assert torch.equal(dense, torch.cat([gradient * 0.1 for gradient in gradients_of(model, 1).values()]))
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", long_but([1], [0, 1]))
 def test_an_error_of_one_device_loses_no_entry_of_any(failing):
     """The search of one device fails, while the other's entries have been collected, or are under way."""
 
@@ -285,6 +289,7 @@ class Counts(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", [ASGD, DGC, DGS])
 def test_a_warm_step_costs_the_same_calls_for_few_tensors_and_for_many(method, monkeypatch):
     """Check, selection, a refused push that returns, and a reply: of 4 tensors, and of 24."""
@@ -364,6 +369,7 @@ def compressed(model, gradients):
     return dense
 
 
+@pytest.mark.long
 def test_groups_of_one_device_are_selected_from_by_one_series_of_launches(monkeypatch):
     """And each group gets its own part: what is sent, and what is kept, has the bits of one group."""
     hyper = HYPER | {"density": 0.1, "momentum": 0.3}
@@ -397,6 +403,7 @@ def test_groups_that_nobody_asks_for_return_to_the_residuals():
     same(on_host(ours.memories()), on_host(one.memories()))
 
 
+@pytest.mark.long
 def test_dense_groups_are_written_out_one_by_one_and_so_are_outputs_that_are_too_large(monkeypatch):
     for method, density, most in ((ASGD, 1.0, None), (DROPPING, 0.1, 1000)):
         kernels = DeviceKernels(DEVICE, block=2048, part=2048)

@@ -26,6 +26,7 @@ class Tied(nn.Module):
         self.second.weight = self.first[0].weight
 
 
+@pytest.mark.long
 def test_a_compiled_model_has_the_names_of_the_plain_one():
     model = Tied()
     plain = describe(model, [])

@@ -13,6 +13,7 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.selection.cuda import launches as cuda
 from pscore.selection.cuda.launches import DeviceKernels
 from tests.pscore.kernel_makers import DEVICE, randn
+from tests.tiers import long_but
 
 SHAPES = [(3,), (40, 50), (7, 3), (1,), (3000,)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float32, torch.float32]
@@ -47,7 +48,7 @@ REPLIES = {
 
 
 @pytest.mark.parametrize("with_kernels", [True, False])
-@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("adds", long_but([True], [False, True]))
 @pytest.mark.parametrize("reply", REPLIES)
 def test_a_large_reply_goes_to_the_device_in_parts_with_the_same_bits(reply, adds, with_kernels, monkeypatch):
     """Of at most so many bytes: nobody needs memory for a whole reply there, as for a whole model at a join."""
@@ -71,7 +72,7 @@ def test_a_large_reply_goes_to_the_device_in_parts_with_the_same_bits(reply, add
         assert len(copies) == -(-4 * (one.layout.size - 21) // 1200), "the transposed tensor goes by itself"
 
 
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("transposed", long_but([True], [False, True]))
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("reply", REPLIES)
 def test_a_reply_is_written_by_one_launch_with_the_bits_of_the_host(reply, adds, transposed, monkeypatch):

@@ -254,7 +254,7 @@ follow_imports = silent
 """What a script and psclient name of their types; all of PyTorch would take half a minute of a core."""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.executes_python
 def test_a_type_checker_finds_an_argument_that_a_method_does_not_have(tmp_path):

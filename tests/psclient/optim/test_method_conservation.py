@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pscore.wire.codecs.names import VALUE_CODECS
 from tests.psclient.method_makers import EPS, METHODS, Tensors, come_back, dense, flush, group, push, whole
+from tests.tiers import long_but
 
 SIZE = 40
 VALUES = tuple(VALUE_CODECS)
@@ -80,7 +81,7 @@ def test_nothing_is_lost_or_invented(name, value, history, momentum, density, se
         ledger.check()
 
 
-@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("value", long_but(VALUES[-1:], VALUES))
 @pytest.mark.parametrize("name", METHODS)
 @given(histories, st.sampled_from([0.0, 0.5]), st.integers(0, 2**16))
 @some
@@ -124,7 +125,7 @@ def test_a_push_refused_whole_leaves_the_residual_as_if_it_had_not_been_sent(nam
     torch.testing.assert_close(sending["residual"], waiting["residual"], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("value", VALUES[1:])
+@pytest.mark.parametrize("value", long_but(VALUES[-1:], VALUES[1:]))
 @pytest.mark.parametrize("name", METHODS)
 def test_what_quantisation_takes_from_one_push_comes_with_a_later_one(name, value):
     """Constant small gradients arrive in full though no single value of them can."""

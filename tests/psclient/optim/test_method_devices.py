@@ -13,6 +13,7 @@ from psclient.optim.ssgd import METHOD as SSGD
 from pscore.selection import SELECTORS
 from pscore.selection.cuda.launches import DeviceKernels
 from tests.psclient.method_makers import OneTensor
+from tests.tiers import long_but
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZE, LR, MOMENTUM, DENSITY = 2000, 0.5, 0.9, 0.05
@@ -24,7 +25,11 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("path", CHOICES)
-@pytest.mark.parametrize("method", [SSGD, DGC, DGS, DROPPING], ids=lambda method: method.name)
+@pytest.mark.parametrize(
+    "method",
+    long_but([DGS], [SSGD, DGC, DGS, DROPPING]),
+    ids=lambda method: method.name,
+)
 def test_residual_and_momentum_follow_the_recurrence(method, path):
     """What is selected depends on the path; what becomes of it does not."""
     tensor = OneTensor(method, torch.zeros(SIZE, device=DEVICE), CHOICES[path])

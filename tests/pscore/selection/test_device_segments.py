@@ -20,6 +20,7 @@ from pscore.selection.cuda.segments import DeviceSegments
 from pscore.selection.exact import exact
 from tests.pscore.kernel_makers import DEVICE, Twins, randn, same_bits
 from tests.pscore.selection_reference import Tensor, warm
+from tests.tiers import long_but
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SIZES = [1, 7, 255, 256, 600, 513]
@@ -37,8 +38,8 @@ def alike(twins, selected, expected):
 
 
 @pytest.mark.parametrize("form", ["plain", "momentum"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("dtype", long_but([torch.bfloat16], DTYPES), ids=str)
+@pytest.mark.parametrize("shift", long_but([1], [0, 1]))
 def test_every_recurrence_has_the_bits_of_the_host(form, dtype, shift):
     twins = Twins(SIZES, shift=shift)
     twins.want(twins.sizes, searched=False)
@@ -71,6 +72,7 @@ def test_odd_numbers_are_treated_as_on_the_host(dtype):
         alike(twins, twins.select({}), twins.on_host())
 
 
+@pytest.mark.long
 def test_a_tensor_of_many_blocks_of_the_usual_size():
     n, k = 2**20 + 3, 10_000
     twins = Twins([n], block=32768)
@@ -97,7 +99,7 @@ def test_accepted_numbers_become_those_of_the_hosts_rule():
     assert state == pytest.approx(own, rel=1e-6)
 
 
-@pytest.mark.parametrize("threshold", [1.1, 1.3])
+@pytest.mark.parametrize("threshold", long_but([1.1], [1.1, 1.3]))
 def test_of_a_surplus_the_largest_stay_as_on_the_host_and_one_launch_puts_back_the_rest(threshold):
     """With equal magnitudes; the momentum is cleared where entries stay taken, and only there."""
     n, k = 3000, 300
@@ -122,7 +124,7 @@ def test_of_a_surplus_the_largest_stay_as_on_the_host_and_one_launch_puts_back_t
     assert same_bits(twins.momentum, momentum.index_fill(0, torch.from_numpy(offsets), 0.0))
 
 
-@pytest.mark.parametrize("failing", ["_keep_largest", "_search", "rank"])
+@pytest.mark.parametrize("failing", long_but(["_search"], ["_keep_largest", "_search", "rank"]))
 def test_after_an_error_in_a_correction_the_memories_have_their_entries_again(failing, monkeypatch):
     """A row is accepted, one has a surplus, one is searched, and one, of equal magnitudes, is ranked after that."""
     x = [randn(500, 1), randn(500, 2), randn(500, 3), torch.ones(500)]
@@ -154,7 +156,9 @@ def test_momentum_is_cleared_where_a_masked_row_is_taken():
     assert torch.equal(twins.momentum.cpu(), torch.where(cleared, 0.0, before.cpu()))
 
 
-@pytest.mark.parametrize("kind", ["normal", "laplace", "student", "mixed", "half zeros"])
+@pytest.mark.parametrize(
+    "kind", long_but(["normal", "half zeros"], ["normal", "laplace", "student", "mixed", "half zeros"])
+)
 def test_a_cold_start_finds_the_threshold(kind):
     n = 6000
     x = randn(n)
@@ -181,7 +185,9 @@ def test_a_cold_start_finds_the_threshold(kind):
     assert all(state["threshold"] > 0 for state in states.values())
 
 
-@pytest.mark.parametrize("start", [{}, {"threshold": 1e-3, "drift": 0.0}, {"threshold": 99.0}, {"ranked": 2}])
+@pytest.mark.parametrize(
+    "start", long_but([{}], [{}, {"threshold": 1e-3, "drift": 0.0}, {"threshold": 99.0}, {"ranked": 2}])
+)
 def test_equal_magnitudes_are_taken_in_ascending_order(start):
     n, k = 2000, 20
     x = torch.full((n,), -0.25)
@@ -200,6 +206,7 @@ def test_equal_magnitudes_are_taken_in_ascending_order(start):
     assert state == ({"ranked": 1} if "ranked" in start else {"threshold": below, "drift": 0.0})
 
 
+@pytest.mark.long
 def test_where_fewer_than_k_are_not_zero_all_of_them_go():
     for start in ({}, {"threshold": 0.3}, {"threshold": 0.0}):
         memory, state = torch.zeros(2000), dict(start)
@@ -234,6 +241,7 @@ def test_only_tensors_that_miss_are_searched(monkeypatch):
     assert bool((np.diff(selected.offsets) > 0).all())
 
 
+@pytest.mark.long
 def test_the_same_calls_give_the_same_bits_and_a_state_goes_on():
     def run(twins, states, steps):
         found = []
@@ -257,6 +265,7 @@ def test_the_same_calls_give_the_same_bits_and_a_state_goes_on():
         assert torch.equal(left, right)
 
 
+@pytest.mark.long
 def test_the_threshold_follows_a_run_and_a_drop_of_the_learning_rate():
     n, k, drop = 4096, 409, 16
     twins, state, launches = Twins([n], block=4096, memory=torch.zeros(n)), {}, []
@@ -347,6 +356,7 @@ def test_that_the_host_stands_in_is_said_once(caplog, monkeypatch):
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["Triton is not installed"]
 
 
+@pytest.mark.long
 def test_the_kernels_compile_for_two_generations_of_gpus(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)

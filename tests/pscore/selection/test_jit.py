@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pscore.jit import compiled
+from tests.tiers import long_but
 
 pytestmark = pytest.mark.executes_python
 
@@ -89,6 +90,7 @@ def test_where_compiling_is_switched_off_loops_are_functions():
     assert in_a_fresh_process(code, NUMBA_DISABLE_JIT="1") == "True"
 
 
+@pytest.mark.long
 def test_without_a_directory_for_the_cache_it_compiles_all_the_same():
     code = """
 import numba.core.caching
@@ -137,7 +139,10 @@ caching.open = lambda path, mode="r": Full(open(path, mode)) if "w" in mode else
 }
 
 
-@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize(
+    "failure",
+    long_but(["replacing"], FAILURES),
+)
 def test_a_cache_that_cannot_be_used_never_ends_anything(failure, tmp_path):
     done = in_a_fresh_process(FULL.format(failure=FAILURES[failure]), whole=True, NUMBA_CACHE_DIR=str(tmp_path))
     assert done.stdout.split("\n")[:2] == ["42 5.0 15 8", "[2, 1]"], "compiled once for each combination of types"
@@ -149,8 +154,12 @@ def test_a_cache_that_cannot_be_used_never_ends_anything(failure, tmp_path):
     assert not list(tmp_path.rglob("*.tmp.*")), "no half of a file stays behind"
 
 
-@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[: len(data) // 2]], ids=["empty", "half"])
-@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+@pytest.mark.parametrize(
+    "damage",
+    [pytest.param(lambda data: b"", marks=pytest.mark.long), lambda data: data[: len(data) // 2]],
+    ids=["empty", "half"],
+)
+@pytest.mark.parametrize("suffix", long_but(["nbc"], ["nbi", "nbc"]))
 def test_a_damaged_cache_is_compiled_again(suffix, damage, tmp_path):
     code = FULL.format(failure="")
     for _ in range(2):
@@ -162,16 +171,20 @@ def test_a_damaged_cache_is_compiled_again(suffix, damage, tmp_path):
             file.write_bytes(damage(file.read_bytes()))
 
 
-def test_the_cache_is_used(tmp_path):
+def test_the_cache_is_used_and_that_something_is_compiled_is_said_once(tmp_path):
     code = """
+import logging, sys
+logging.basicConfig(level="INFO", stream=sys.stderr)
 from pscore.jit import compiled
-from tests.pscore.selection.test_jit import double
-loop = compiled(double)
-loop(21)
-print(sum(loop.dispatcher.stats.cache_hits.values()), sum(loop.dispatcher.stats.cache_misses.values()))
+from tests.pscore.selection import test_jit as loops
+double, triple = compiled(loops.double), compiled(loops.triple)
+double(21), triple(7)
+for loop in (double, triple):
+    print(sum(loop.dispatcher.stats.cache_hits.values()), sum(loop.dispatcher.stats.cache_misses.values()))
 """
-    assert in_a_fresh_process(code, NUMBA_CACHE_DIR=str(tmp_path)) == "0 1"
-    assert in_a_fresh_process(code, NUMBA_CACHE_DIR=str(tmp_path)) == "1 0"
+    for found, said in (("0 1\n0 1\n", 1), ("1 0\n1 0\n", 0)):
+        done = in_a_fresh_process(code, whole=True, NUMBA_CACHE_DIR=str(tmp_path))
+        assert (done.stdout, done.stderr.count("compiling loops")) == (found, said), done.stderr
 
 
 COUNTED = """
@@ -188,6 +201,7 @@ print(compiled(triple)(5))
 """
 
 
+@pytest.mark.long
 def test_of_several_processes_one_compiles_and_the_others_wait_for_it(tmp_path):
     """And a lock that nobody holds any more, after a process was killed, keeps nobody."""
     root, counts = Path(__file__).resolve().parents[3], tmp_path / "counts"
@@ -199,6 +213,7 @@ def test_of_several_processes_one_compiles_and_the_others_wait_for_it(tmp_path):
     assert list(tmp_path.rglob("*.lock")), "it stays behind, and is taken by the next"
 
 
+@pytest.mark.long
 def test_after_an_error_of_the_compiler_the_file_is_free_for_others(tmp_path):
     code = """
 import fcntl, os, pathlib
@@ -214,6 +229,7 @@ fcntl.flock(path.open("w"), fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert in_a_fresh_process(code, NUMBA_CACHE_DIR=str(tmp_path)) == "TypingError"
 
 
+@pytest.mark.long
 def test_loops_that_came_with_an_installation_that_is_not_this_users_are_used(tmp_path):
     code = """
 import os, numba.core.caching as caching

@@ -168,6 +168,7 @@ def model_of(dtype, length):
     return torch.randint(0, 256, (length * dtype.itemsize,), dtype=torch.uint8).view(dtype), dtype
 
 
+@pytest.mark.long
 @given(st.sampled_from(list(CODEC_OF_DTYPE)), st.integers(1, 4000), st.integers(1, 1500))
 @many
 def test_a_model_arrives_as_it_was_sent(dtype, length, elements):

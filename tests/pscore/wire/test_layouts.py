@@ -31,6 +31,7 @@ def inflated(packed):
     return [pb.ModelLayout.FromString(zlib.decompress(piece)) for piece in packed.pieces]
 
 
+@pytest.mark.long
 def test_a_hundred_thousand_tensors_take_three_bytes_each_and_come_back():
     layout = ModelLayout(experts(100_000))
     packed = pack_layout(layout)

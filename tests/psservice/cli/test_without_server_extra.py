@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from tests.tiers import long_but
+
 pytestmark = pytest.mark.executes_python
 
 MISSING = """
@@ -18,7 +20,9 @@ def run(program):
     return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
 
-@pytest.mark.parametrize("words", [["serve"], ["health", "127.0.0.1:1"]], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "words", long_but([["serve"]], [["serve"], ["health", "127.0.0.1:1"]]), ids=lambda words: words[0]
+)
 def test_a_server_says_what_to_install(words):
     answer = run(f"from psservice.cli.main import main; sys.exit(main({words!r}))")
     assert answer.returncode == 2

@@ -32,6 +32,7 @@ class Model:
             self.places.append((version, now))
 
 
+@pytest.mark.long
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0, 1, 30, 254, 255, 256, 700]), st.sampled_from([1, 3, 20]))
 @settings(deadline=None, max_examples=15)
 def test_what_has_changed_since_any_version_is_found_and_how_far_it_went(seed, versions, step):

@@ -166,7 +166,7 @@ class Workers(RuleBasedStateMachine):
         assert self.finished == Counter(expected)
 
 
-TestWorkers = Workers.TestCase
+TestWorkers = pytest.mark.long(Workers.TestCase)
 TestWorkers.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
@@ -242,6 +242,7 @@ def test_what_a_worker_does_not_hold_it_can_neither_finish_nor_claim():
     assert datasets["train"].held_by(ANNA) == mine
 
 
+@pytest.mark.long
 def test_nobody_fills_the_memory():
     datasets = Datasets()
     for number in range(MOST_DATASETS):

@@ -12,6 +12,7 @@ from psservice.storage.files import DISK, Place, StorageError
 from tests.psservice.durability.test_recovery import Shard, begin, send, theta
 from tests.psservice.service_makers import bits, sparse_push
 from tests.psservice.shard_makers import present
+from tests.tiers import long_but
 
 PARTS = ("journal", "lock", "snapshots")
 
@@ -76,7 +77,7 @@ def test_a_directory_that_was_moved_or_changed_its_owner_goes_on(directory, tmp_
         assert present(again) == generation
 
 
-@pytest.mark.parametrize("is_busy", [False, True], ids=["pushes", "pushes and snapshots"])
+@pytest.mark.parametrize("is_busy", long_but([True], [False, True]), ids=["pushes", "pushes and snapshots"])
 @pytest.mark.parametrize("order", [*permutations(PARTS)], ids="-".join)
 def test_a_copy_made_while_the_server_runs_serves_in_any_order(order, is_busy, directory, tmp_path):
     models, copy = {}, tmp_path / "copy"

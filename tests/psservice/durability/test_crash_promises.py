@@ -143,6 +143,7 @@ def test_a_push_that_is_refused_beside_another_record_takes_none_away(directory,
             assert again.leases.is_live(BERT)
 
 
+@pytest.mark.long
 def test_a_journal_of_refused_pushes_and_joins_is_cut_by_a_snapshot_too(directory):
     with Shard(directory, journal_bytes=1 << 20) as shard:
         begin(shard)

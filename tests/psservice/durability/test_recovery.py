@@ -191,6 +191,7 @@ def test_whatever_happened_the_next_server_is_where_the_last_one_was(script, kee
             assert bits(theta(again)) == bits(theta(shard))
 
 
+@pytest.mark.long
 @given(script=actions, cut=st.floats(0, 1))
 @settings(deadline=None, max_examples=40)
 def test_a_journal_cut_anywhere_gives_the_model_at_some_version_that_was(script, cut, tmp_path_factory):
@@ -435,6 +436,7 @@ def test_old_snapshots_go_and_the_journal_with_them(directory):
         assert segment_numbers(DISK, directory / "shard-0-of-1" / "journal")[0] == int(kept[0].split("-")[0])
 
 
+@pytest.mark.long
 def test_a_long_journal_is_cut_by_a_snapshot_before_its_time(directory):
     with Shard(directory, journal_bytes=1 << 20) as shard:
         begin(shard)

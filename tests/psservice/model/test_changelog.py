@@ -119,6 +119,7 @@ def test_large_unions_are_scanned_and_small_ones_sorted():
     assert not _is_scanned([torch.arange(1000)] * 2, size)
 
 
+@pytest.mark.long
 @pytest.mark.executes_python
 def test_a_small_model_never_waits_for_the_compiler():
     code = """

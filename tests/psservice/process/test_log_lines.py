@@ -37,6 +37,7 @@ def test_warnings_and_errors_that_nobody_catches_are_lines_of_the_log():
         assert word in text
 
 
+@pytest.mark.long
 @pytest.mark.executes_python
 def test_grpc_writes_no_line_of_its_own():
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -176,6 +176,7 @@ def test_the_apply_thread_is_not_asked_if_nothing_has_changed_while_the_values_w
 late_pushes = st.lists(st.sampled_from([0.0, 0.02, 0.3, 1.0, "dense"]), max_size=3)
 
 
+@pytest.mark.long
 @given(
     asked=st.lists(st.sampled_from([0.02, 0.3]), max_size=3),
     while_reading=late_pushes,
@@ -249,6 +250,7 @@ def test_pushes_while_the_values_are_read_are_part_of_the_reply(
         assert bits(link.downlink.pending.image) == history[wire.version][1]
 
 
+@pytest.mark.long
 def test_replies_are_whole_versions_while_pushes_are_applied():
     """With compiled loops, and two workers that share replies."""
     layout = layout_of((60_000, F32), (1_000, BF16))

@@ -17,6 +17,7 @@ from psservice.replies import reply_loops
 from psservice.replies.reply_loops import LINE, WORD
 from psservice.replies.topk import DifferenceSelection, SelectedEntries, Sent, Table, TopKSettings, add_at
 from tests.pscore.loop_makers import FORMS, run_as
+from tests.tiers import long_but
 
 many = settings(deadline=None, max_examples=100)
 
@@ -106,6 +107,7 @@ def test_among_what_changed_the_largest_are_found(sizes, history, selector, form
 
 
 @given(st.integers(1, 300), st.lists(st.integers(0, 12), min_size=1, max_size=8), st.integers(0, 2**16))
+@pytest.mark.long
 @pytest.mark.parametrize("form", FORMS)
 @many
 def test_a_reply_without_entries_says_that_image_and_model_are_equal(form, often, history, seed):
@@ -278,7 +280,7 @@ def test_few_changes_are_looked_at_alone_and_many_are_not():
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("value", ["fp32", "int4"])
+@pytest.mark.parametrize("value", long_but(["int4"], ["fp32", "int4"]))
 def test_without_further_pushes_everything_arrives(value, form):
     from pscore.wire.codecs.names import VALUE_CODECS
     from pscore.wire.codecs.values import VALUE_FORMATS

@@ -15,6 +15,7 @@ from psservice.model.changelog import ChangeLog
 from psservice.replies import topk
 from psservice.replies.topk import DifferenceSelection, TopKSettings, add_at
 from tests.pscore.kernel_makers import DEVICE, randn
+from tests.tiers import long_but
 
 SIZES = [40, 3000, 7, 5, 2000, 900]
 
@@ -35,7 +36,7 @@ def counted(monkeypatch):
     return kernels
 
 
-@pytest.mark.parametrize("span", [Span(0, 5952), Span(1500, 5500)])
+@pytest.mark.parametrize("span", long_but([Span(1500, 5500)], [Span(0, 5952), Span(1500, 5500)]))
 def test_all_tensors_of_a_span_are_selected_from_at_once(span, counted):
     model, selection = made(span, counted)
     image = randn(span.length, 1).to(DEVICE)

@@ -150,7 +150,7 @@ class TopKWorker(RuleBasedStateMachine):
             assert self.link.downlink.image is None
 
 
-TestTopKWorker = TopKWorker.TestCase
+TestTopKWorker = pytest.mark.long(TopKWorker.TestCase)
 TestTopKWorker.settings = settings(deadline=None, max_examples=120, stateful_step_count=25)
 
 

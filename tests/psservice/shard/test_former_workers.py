@@ -24,6 +24,7 @@ def come_and_go(shard, number):
     return who
 
 
+@pytest.mark.long
 def test_the_records_of_former_workers_are_bounded_in_memory_and_on_the_disk(directory):
     with Shard(directory, fsync="never") as shard:
         begin(shard)

@@ -371,6 +371,7 @@ def assert_same_models(again, shard):
     assert again.model.version == shard.model.version
 
 
+@pytest.mark.long
 @given(script=scripts)
 @settings(deadline=None, max_examples=40)
 def test_whatever_happened_a_restart_finds_every_model_and_every_open_round(script, tmp_path_factory):

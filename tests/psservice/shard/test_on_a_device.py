@@ -18,6 +18,7 @@ from tests.psservice.durability.test_recovery import send
 from tests.psservice.fake_device import DEVICE, FakeDevice
 from tests.psservice.service_makers import BF16, F16, F32, layout_of, sparse_push
 from tests.psservice.shard_makers import ANNA, BERT, HOUR, join, pull, theta, upload
+from tests.tiers import long_but
 
 LAYOUT = layout_of(((20, 30), F32), (300, BF16), (50, F16), ((), F32), (400, F32))
 ADAM = {"update": "torch", "optimizer": json.dumps({"name": "Adam", "options": {"lr": 0.01}})}
@@ -82,7 +83,7 @@ def lived(directory, device, words, settings):
     return seen
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", long_but(list(KINDS)[:3], KINDS))
 def test_pushes_replies_snapshots_and_recovery_are_those_of_the_host(kind, tmp_path):
     words, settings = KINDS[kind]
     expected = lived(tmp_path / "host", torch.device("cpu"), words, settings)
@@ -95,7 +96,9 @@ def test_pushes_replies_snapshots_and_recovery_are_those_of_the_host(kind, tmp_p
             assert mine == theirs
 
 
-@pytest.mark.parametrize("kind", ["subtract", "compensated", "rounds", "rmsprop", "adagrad", "adam", "lazy"])
+@pytest.mark.parametrize(
+    "kind", long_but(["subtract", "lazy"], ["subtract", "compensated", "rounds", "rmsprop", "adagrad", "adam", "lazy"])
+)
 def test_a_push_and_a_pull_wait_for_the_device_as_often_for_few_tensors_as_for_many(kind, tmp_path):
     words, settings = KINDS[kind]
     words = {name: value for name, value in words.items() if name != "groups"}

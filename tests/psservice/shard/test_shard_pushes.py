@@ -180,6 +180,7 @@ def test_segments_may_come_in_any_order_dense_and_sparse(shard):
 pushes = st.lists(st.dictionaries(st.integers(0, 9), st.floats(-10, 10, width=32), max_size=6), max_size=12)
 
 
+@pytest.mark.long
 @given(pushes, st.integers(2, 4), st.integers(0, 2**16))
 @settings(deadline=None, max_examples=25)
 def test_several_shards_are_one_bit_for_bit(history, num_shards, seed):

@@ -37,6 +37,7 @@ from tests.psservice.relay_makers import MadeSource, RelayHistory
 from tests.psservice.service_makers import sparse_push
 from tests.psservice.shard_lives import Lives
 from tests.psservice.shard_makers import join, present, pull, upload
+from tests.tiers import long_but
 
 LEASE_SECONDS = 20.0
 NAMES = ("anna", "bert", "cleo")
@@ -216,7 +217,7 @@ def quiet(caplog):
     caplog.set_level("CRITICAL")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", long_but(list(MODES)[::4], MODES))
 @given(script=actions)
 @settings(deadline=None, max_examples=40)
 def test_a_history_that_was_lived_is_the_one_that_is_replayed(mode, script):
@@ -228,6 +229,7 @@ def test_a_history_that_was_lived_is_the_one_that_is_replayed(mode, script):
     history.kill()
 
 
+@pytest.mark.long
 def test_every_kind_of_record_is_compared():
     seen = set()
     for method_settings in MODES.values():

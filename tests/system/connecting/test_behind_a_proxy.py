@@ -11,6 +11,7 @@ from psclient.cli import main as psclient_main
 from psclient.errors import ServerUnreachableError
 from psclient.settings import ClientSettings
 from psservice.cli.main import main
+from tests.tiers import long_but
 
 
 class Proxy:
@@ -37,7 +38,7 @@ class Proxy:
         self._listening.close()
 
 
-@pytest.fixture(params=["http_proxy", "https_proxy", "grpc_proxy"])
+@pytest.fixture(params=long_but(["grpc_proxy"], ["http_proxy", "https_proxy", "grpc_proxy"]))
 def proxy(request, monkeypatch):
     for name in ("grpc_proxy", "https_proxy", "http_proxy", "no_grpc_proxy", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)

@@ -46,6 +46,7 @@ def results(calls):
     return [call.result(TIMEOUT) for call in calls]
 
 
+@pytest.mark.long
 def test_leases_are_renewed_while_the_end_of_one_waits_for_the_disk(tmp_path, monkeypatch):
     slow = tmp_path / "slow"
     monkeypatch.setattr(psclient.rpc.local_server, "spawn", spawner("slow-journal", slow))

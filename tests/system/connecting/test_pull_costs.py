@@ -15,6 +15,7 @@ from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from tests.system.operating.asking import metric
 from tests.system.raw import TIMEOUT, RawWorker, chunk_of, refusal
 from tests.system.tools import wait_until
+from tests.tiers import long_but
 
 CHUNK, LARGE = 250_000, 4_000_000
 ROOM = 12_000_000  # less than one model
@@ -89,6 +90,7 @@ def test_two_dense_pulls_that_nobody_reads_refuse_nobody_and_keep_nothing():
             assert sum(len(chunk.values) for message in second for chunk in message.chunks) > 3.5 * LARGE
 
 
+@pytest.mark.long
 def test_a_slow_pull_keeps_no_push_out_and_counts_what_is_kept_for_it():
     with LocalServer(down_mode="exact", memory_bytes=96 * LARGE, compute_threads=1) as server:
         w0, w1 = member(server, LARGE), member(server, LARGE)
@@ -145,7 +147,7 @@ def resident(pid):
     return 1024 * int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
 
 
-@pytest.mark.parametrize("down_mode", ["topk", "exact"])
+@pytest.mark.parametrize("down_mode", long_but(["topk"], ["topk", "exact"]))
 def test_pulls_that_are_refused_cost_no_memory_and_leave_no_image(down_mode):
     with LocalServer(down_mode=down_mode, memory_bytes=9 * LARGE, compute_threads=1) as server:
         w0, w1 = member(server, LARGE), member(server, LARGE)

@@ -25,6 +25,7 @@ from psservice.ctl.client import call
 from psservice.storage.files import DISK
 from tests.stored_backups import NAME, files_below, store_with_backup
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step, wait_until
+from tests.tiers import long_but
 
 SHARDS = 2
 ASIDE = {"checkpoint", "is_named", "segment", "created_unix_seconds", "crc32", "generation", "workers", "origins"}
@@ -257,7 +258,9 @@ def test_a_dry_run_says_where_a_restore_would_go_and_changes_nothing(run, capsys
     assert_same_parameters(run.model, run.server.server)
 
 
-@pytest.mark.parametrize("words", [["finish"], ["restore", "--version", "0"], ["checkpoint", "delete", "a"]])
+@pytest.mark.parametrize(
+    "words", long_but([["finish"]], [["finish"], ["restore", "--version", "0"], ["checkpoint", "delete", "a"]])
+)
 def test_a_command_that_takes_something_away_asks_whoever_is_at_the_terminal(words, run, capsys):
     done(capsys, "create", run.server.server, "--name", "a")
     run.train()

@@ -34,6 +34,7 @@ def bucket(endpoint, monkeypatch):
     files.rmdir(BUCKET)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_from_a_bucket(bucket, tmp_path, capsys):
     run, url = Run(tmp_path), f"s3://{BUCKET}/runs/one"
     with run.server:
@@ -76,6 +77,7 @@ def test_a_damaged_object_is_refused_by_its_name(bucket, tmp_path, capsys):
     assert (code, f"{key} is missing" in printed.err) == (3, True)
 
 
+@pytest.mark.long
 def test_a_store_that_cannot_be_used_is_named(bucket, tmp_path, capsys, monkeypatch):
     for url in ("s3://no-such-bucket/x", "no-such-scheme://x/y"):
         code, printed = command(capsys, "import", NAME, "--from", url, "--data-dir", tmp_path / "data")

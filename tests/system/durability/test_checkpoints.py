@@ -44,6 +44,7 @@ def listed(capsys, server):
     return {each["checkpoint"]: each for each in json.loads(printed.out)["checkpoints"] if each["checkpoint"]}
 
 
+@pytest.mark.long
 def test_a_named_checkpoint_outlives_all_that_come_after_it(shards, capsys):
     server, model, optimizer, train = shards
     train(2)
@@ -70,6 +71,7 @@ def test_a_named_checkpoint_outlives_all_that_come_after_it(shards, capsys):
     assert_same_parameters(model, server.server)
 
 
+@pytest.mark.long
 def test_what_is_between_a_named_checkpoint_and_the_rest_is_refused_by_its_version(shards, capsys):
     server, _, _, train = shards
     run(capsys, "checkpoint", "create", server.server, "--name", "old")

@@ -143,6 +143,7 @@ def test_without_a_journal_the_last_snapshot_is_where_training_goes_on(tmp_path)
             assert_same_parameters(model, server.server)
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_two_shards_starts_four(tmp_path, capsys):
     with LocalServer(shards=2, data_dir=tmp_path / "two", down_mode="exact") as server:
         model = make_model().to(torch.bfloat16)

@@ -16,6 +16,7 @@ from pscore.wire.errors import ErrorCode
 from tests.faults import spawner
 from tests.system.raw import TIMEOUT, RawWorker
 from tests.system.tools import wait_until
+from tests.tiers import long_but
 from verify.client.wire import reason_of
 
 WORKERS = 4
@@ -46,7 +47,7 @@ def states(address: str) -> list[int]:
         ]
 
 
-@pytest.mark.parametrize("error", ["EIO", "ENOSPC"])
+@pytest.mark.parametrize("error", long_but(["EIO"], ["EIO", "ENOSPC"]))
 @pytest.mark.parametrize("fsync", ["interval", "always"])
 def test_health_answers_workers_are_refused_and_sigterm_ends_the_process(tmp_path, monkeypatch, error, fsync):
     fault = tmp_path / "fault"

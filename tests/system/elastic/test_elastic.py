@@ -15,6 +15,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.cli.main import main
 from psservice.ctl.client import call
 from tests.system.tools import QUICK, make_data, make_model, run_of, train_step, wait_until
+from tests.tiers import long_but
 
 COUNT = 120
 
@@ -76,7 +77,12 @@ def times(number):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("loader", [{}, {"num_workers": 2, "prefetch_factor": 3}, {"batch_size": 7}])
+@pytest.mark.parametrize(
+    "loader",
+    long_but(
+        [{"num_workers": 2, "prefetch_factor": 3}], [{}, {"num_workers": 2, "prefetch_factor": 3}, {"batch_size": 7}]
+    ),
+)
 def test_one_worker_trains_every_sample_once_an_epoch(server, loader, overlap):
     with Worker(server, loader=loader, overlap=overlap) as worker:
         for number in range(3):

@@ -150,6 +150,7 @@ def test_two_nodes_share_one_server(tmp_path):
     assert [(rank["version"], rank["live"], rank["samples"]) for rank in found] == [(8, 2, 1024)] * 4
 
 
+@pytest.mark.long
 def test_gradients_that_ddp_has_averaged_are_refused_without_a_node(tmp_path):
     """Each rank would push the same mean. Who wraps nothing, or in a group of one, is a worker by itself."""
     with LocalServer() as a, LocalServer() as b, LocalServer() as c, LocalServer() as d:

@@ -12,6 +12,7 @@ import psclient
 from psclient.errors import ConfigurationError
 from psclient.rpc.local_server import LocalServer
 from tests.system.tools import QUICK
+from tests.tiers import long_but
 
 COUNT = 36  # of which the last batch has 4
 
@@ -161,7 +162,9 @@ ONE_BY_ONE = {"batch_size": None, "collate_fn": lambda one: listed([one])}
 
 
 @pytest.mark.parametrize("loader", [{}, {"num_workers": 2}, ONE_BY_ONE], ids=["batches", "prefetched", "one by one"])
-@pytest.mark.parametrize("train", [plain, accumulating, looking_ahead, with_other_data])
+@pytest.mark.parametrize(
+    "train", long_but([plain, accumulating], [plain, accumulating, looking_ahead, with_other_data])
+)
 def test_usual_loops_are_counted_as_before(server, train, loader):
     with Loop(server, **loader) as loop:
         for epoch in range(2):

@@ -14,6 +14,7 @@ import psclient
 from psclient.errors import ConfigurationError, WorkersStillTrainingError
 from psclient.rpc.local_server import LocalServer
 from tests.system.tools import QUICK, local_steps, make_data, make_model, train_step, wait_until
+from tests.tiers import long_but
 
 LONG = 120.0
 
@@ -82,7 +83,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", long_but([2], [1, 2]))
 def test_the_first_waits_until_the_last_is_through_and_both_have_one_model(method, shards):
     with LocalServer(shards) as server, workers(server, "first", "last", make=METHODS[method]) as (first, last):
         first.train(2)

@@ -33,7 +33,7 @@ def test_nothing_is_lost_or_doubled_under_kills_and_images_are_replicas(tmp_path
 
 
 @pytest.mark.executes_python  # a process that the fork server forks does not share a mount of the one that asks
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_nothing_is_lost_without_room(tmp_path):
     found = run_chaos(tmp_path, "--only", "disk", "--rounds", "1")
@@ -42,21 +42,21 @@ def test_nothing_is_lost_without_room(tmp_path):
     assert skipped or found["faults"]["disk filled"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_nothing_is_lost_when_a_disk_breaks(tmp_path):
     found = run_chaos(tmp_path, "--only", "fsync", "--rounds", "1")
     assert found["faults"]["fsync failed"] == 4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_nothing_is_lost_without_descriptors(tmp_path):
     found = run_chaos(tmp_path, "--only", "descriptors", "--rounds", "1")
     assert found["faults"]["descriptors used up"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_flipped_bit_is_refused_or_nothing_rests_on_it(tmp_path):
     found = run_chaos(tmp_path, "--only", "flips", "--flips", "3")
@@ -64,7 +64,7 @@ def test_a_flipped_bit_is_refused_or_nothing_rests_on_it(tmp_path):
     assert len(campaign["trials"]) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(700)
 def test_two_releases_train_together_and_take_over_each_others_data(tmp_path):
     try:
@@ -81,7 +81,7 @@ def test_two_releases_train_together_and_take_over_each_others_data(tmp_path):
     assert (faults["shards updated"], faults["shards taken back"], faults["models read"]) == (2, 1, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_feed_is_one_model_that_was_published_whatever_dies(tmp_path):
     words = ["--only", "feeds", "--faults", "12", "--output", str(tmp_path)]
@@ -94,7 +94,7 @@ def test_a_feed_is_one_model_that_was_published_whatever_dies(tmp_path):
     assert found["faults"]["servers killed"] >= 5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(bool(filesystem.why_not()), reason=f"no file system: {filesystem.why_not()}")
 def test_a_power_cut_takes_no_more_than_the_mode_allows(tmp_path):
@@ -109,7 +109,7 @@ def test_a_power_cut_takes_no_more_than_the_mode_allows(tmp_path):
     assert (always["gone"], always["lost"]) == (0, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_copies_and_mixed_backups_leave_no_wrong_replica_and_are_named(tmp_path):
     words = ["--only", "backups", "--rounds", "1", "--workers", "2", "--pause", "0.1", "--output", str(tmp_path)]

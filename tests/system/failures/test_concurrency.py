@@ -54,6 +54,7 @@ optimizer.close()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shards", [1, 2])
 def test_stopped_servers_lose_and_double_nothing(shards, tmp_path):
     random.seed(shards)

@@ -12,6 +12,7 @@ import psclient
 from psclient.rpc.local_server import LocalServer
 from tests.system.operating.asking import worker_ids
 from tests.system.tools import QUICK, make_data, make_model, own_server, train_step, wait_until
+from tests.tiers import long_but
 
 
 def dgs(model, **options):
@@ -29,7 +30,7 @@ def little_of_other_tests():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", long_but([2], [1, 2]))
 def test_its_worker_leaves_and_its_threads_end(shards, overlap):
     with LocalServer(shards=shards, lease_seconds=60) as server:
         threads, handler = our_threads(), signal.getsignal(signal.SIGTERM)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.executes_python  # who loads gRPC first, and in which e
 FORKS = 40  # each method forks in each way
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_forked_processes_live_beside_a_training_worker():
     methods = ["--method", "dgs", "--method", "server rmsprop"]
@@ -67,8 +67,8 @@ for child in children:
     ("parent", "children"),
     [
         ("trains", ["makes one", "starts a server", "steps", "pulls", "downloads"]),
-        ("closed", ["makes one"]),
-        ("downloaded", ["downloads"]),
+        pytest.param("closed", ["makes one"], marks=pytest.mark.long),
+        pytest.param("downloaded", ["downloads"], marks=pytest.mark.long),
     ],
 )
 def test_a_forked_child_that_would_talk_to_a_server_hears_at_once_how_to_start_it(parent, children, server):
@@ -95,6 +95,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variable", [None, "0", "1"])
 def test_who_has_imported_grpc_with_its_fork_handlers_is_warned_once(variable, server):
     set_or_not = [f"GRPC_ENABLE_FORK_SUPPORT={variable}"] * (variable is not None)

@@ -9,11 +9,15 @@ import pytest
 import psclient
 from psclient.rpc.local_server import LocalServer
 from tests.system.operating.asking import status
+from tests.tiers import long_but
 
 INTERRUPTS = 250
 
 
-@pytest.mark.parametrize(("overlap", "shards"), [("plain", 1), ("overlap", 1), ("plain", 2)])
+@pytest.mark.parametrize(
+    ("overlap", "shards"),
+    long_but([("plain", 1)], [("plain", 1), ("overlap", 1), ("plain", 2)]),
+)
 def test_a_worker_goes_on_after_each_of_many_interrupts(overlap, shards):
     with LocalServer(shards, down_mode="exact", lease_seconds=60) as server:
         program = [sys.executable, "-m", "tests.system.interrupted", server.server, str(INTERRUPTS), "7", overlap]

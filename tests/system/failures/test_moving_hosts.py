@@ -17,6 +17,7 @@ import torch
 
 from tests.system.namespaces import Network, why_not
 from tests.system.tools import wait_until
+from tests.tiers import long_but
 
 SHARDS = 3
 PORT = 50051
@@ -167,7 +168,7 @@ def world(tmp_path_factory):
     assert "Traceback" not in world.log
 
 
-@pytest.mark.parametrize(("host", "how"), [(0, "unplugged"), (1, "blocked")])
+@pytest.mark.parametrize(("host", "how"), long_but([(0, "unplugged")], [(0, "unplugged"), (1, "blocked")]))
 def test_a_worker_host_is_cut_off_for_longer_than_its_lease(world, host, how):
     cut, other = world.workers[host], world.workers[1 - host]
     cut_off, heal = {
@@ -196,6 +197,7 @@ def test_a_server_host_vanishes_and_comes_back_under_another_address(world):
     world.account()
 
 
+@pytest.mark.long
 def test_two_shards_change_places_and_the_names_say_so_late(world):
     first, second = SERVERS[1:]
     for index in (1, 2):
@@ -215,6 +217,7 @@ def test_two_shards_change_places_and_the_names_say_so_late(world):
     world.account()
 
 
+@pytest.mark.long
 def test_a_rolling_update_as_a_stateful_set_does_it(world):
     before = world.account()
     for index in reversed(range(SHARDS)):

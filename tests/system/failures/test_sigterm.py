@@ -12,6 +12,7 @@ import torch
 import psclient
 from psclient.rpc.local_server import LocalServer
 from tests.system.tools import QUICK, own_server
+from tests.tiers import long_but
 
 ENTRIES = 1000
 
@@ -81,7 +82,7 @@ def pushed(server):
 
 
 @pytest.mark.parametrize("method", ["dropping", "overlap", "outer", "flushed", "deleted"])
-@pytest.mark.parametrize("handler", ["flag", "flag late"])
+@pytest.mark.parametrize("handler", long_but(["flag late"], ["flag", "flag late"]))
 def test_a_handler_that_sets_a_flag_lets_the_script_end_as_it_will(server, method, handler):
     status, out, err = run(server, method, handler)
     assert (status, out) == (0, "ended by itself False\n"), err
@@ -95,7 +96,7 @@ def test_a_handler_that_calls_what_was_there_before_it_decides_all_the_same(serv
 
 
 @pytest.mark.parametrize("method", ["dropping", "overlap", "outer"])
-@pytest.mark.parametrize("handler", ["exits", "exits late"])
+@pytest.mark.parametrize("handler", long_but(["exits late"], ["exits", "exits late"]))
 def test_a_handler_that_ends_the_script_gives_its_status(server, method, handler):
     status, out, err = run(server, method, handler)
     assert (status, out) == (7, ""), err
@@ -137,6 +138,7 @@ print("ended by itself", flush=True)
 """
 
 
+@pytest.mark.long
 @pytest.mark.executes_python
 def test_a_handler_from_c_is_left_alone(server, tmp_path):
     (tmp_path / "handler.c").write_text(PRELOADED)
@@ -178,7 +180,7 @@ for batch in torch.utils.data.DataLoader(Ones(), batch_size=4, num_workers=2):
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-@pytest.mark.parametrize("method", ["dropping", "outer"])
+@pytest.mark.parametrize("method", long_but(["dropping"], ["dropping", "outer"]))
 def test_a_signal_to_the_whole_job_with_its_loader_processes_loses_nothing(server, method, signals):
     program = [sys.executable, "-c", GROUP, server.server, method]
     job = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)

@@ -17,6 +17,7 @@ from tests.system.connecting.test_installing import slow  # noqa: F401
 from tests.system.line import Line
 from tests.system.operating.asking import metric, status
 from tests.system.tools import QUICK, assert_same_parameters, wait_until
+from tests.tiers import long_but
 
 RATE = 200_000.0  # bytes a second
 LEASE = 2.5  # seconds, in which a third of the model goes at most
@@ -65,7 +66,7 @@ def test_whoever_waits_waits_as_long_as_the_upload_gets_on_and_says_so(served, c
     with Line(served.server, RATE) as line, ThreadPoolExecutor(1) as pool:
         uploading = pool.submit(join, first, line.address)
         wait_until(lambda: line.up > MODEL_BYTES / 10)
-        with join(second, served.server, "w1", connect_seconds=1.0) as waited, uploading.result(TIMEOUT) as uploader:
+        with join(second, served.server, "w1", connect_seconds=3.0) as waited, uploading.result(TIMEOUT) as uploader:
             waited.pull()
             assert_same_parameters(second, served.server)
             assert uploader.totals.upload_bytes < 1.01 * MODEL_BYTES
@@ -160,7 +161,7 @@ def held_up_join(model, address, hangs):
         return join(model, address)
 
 
-@pytest.mark.parametrize("spills", [False, True])
+@pytest.mark.parametrize("spills", long_but([True], [False, True]))
 def test_a_late_joiners_download_that_is_cut_goes_on_where_it_was(spills, monkeypatch):
     """Also if what has come is written at once, as for several ranks that are one worker."""
     if spills:
@@ -225,6 +226,7 @@ def test_a_model_whose_answer_is_lost_is_not_fetched_again(slow, tmp_path):  # n
             assert_same_parameters(model, server.server)
 
 
+@pytest.mark.long
 def test_a_push_takes_as_long_as_its_bytes_move():
     """And is not cut at its deadline, to be sent again."""
     model = big_model()

@@ -260,6 +260,7 @@ def test_workers_train_however_small_the_limits_are(start):
     wait_until(lambda: in_flight(server) == 0)
 
 
+@pytest.mark.long
 def test_memory_stays_flat_however_many_streams_are_broken_off():
     size = 200_000
     with LocalServer(lease_seconds=120, stream_idle_seconds=IDLE) as server:

@@ -17,6 +17,7 @@ from pscore.wire.v1.parameter_server_pb2_grpc import ParameterServerServiceStub
 from tests.system.following.following_tools import READING, SECONDS, loaded, parameters_of, same, training
 from tests.system.line import Line
 from tests.system.tools import make_model, wait_until
+from tests.tiers import long_but
 
 
 def threads():
@@ -87,7 +88,7 @@ def note(engine, seen, cut):
     seen.append(engine.follower.cut == cut)
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", long_but([True], [False, True]))
 def test_what_its_sink_and_its_callback_refer_to_does_not_keep_it(run, fails):
     engine, seen = Engine(fails), []
     engine.follower = Follower(run.server, engine, READING, on_cut=partial(note, engine, seen))
@@ -99,7 +100,7 @@ def test_what_its_sink_and_its_callback_refer_to_does_not_keep_it(run, fails):
     assert readers(run.server) == []
 
 
-@pytest.mark.parametrize("is_cycle", [False, True])
+@pytest.mark.parametrize("is_cycle", long_but([True], [False, True]))
 def test_it_may_be_dropped_in_its_own_thread(run, is_cycle):
     kept, dropped = [], threading.Event()
 

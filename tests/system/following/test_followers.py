@@ -27,9 +27,10 @@ from tests.system.following.following_tools import (
 from tests.system.line import Line
 from tests.system.scripts import marked
 from tests.system.tools import QUICK, make_model, wait_until
+from tests.tiers import long_but
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", long_but([2], [1, 2]))
 def test_a_module_and_a_directory_have_every_version_whole_and_soon_the_newest(tmp_path, shards):
     module, wrong = make_model(1), []
     with LocalServer(shards=shards, cut_seconds=0.01) as server, training(server) as run:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 import torch
 
 from psclient import LocalServer
@@ -13,15 +14,14 @@ from tests.system.following.following_tools import SECONDS, loaded, training
 from tests.system.scripts import marked
 from tests.system.tools import wait_until
 
-KILLS = 12
 
-
-def test_kills_leave_a_whole_version_of_those_that_were(tmp_path):
+@pytest.mark.parametrize("kills", [4, pytest.param(12, marks=pytest.mark.long)])
+def test_kills_leave_a_whole_version_of_those_that_were(kills, tmp_path):
     draw, environment = random.Random(7), marked()[0]
     with LocalServer(shards=2, cut_seconds=0.001) as server, training(server) as run:
         run.steps()
         versions = []
-        for _ in range(KILLS):
+        for _ in range(kills):
             command = [sys.executable, "-m", "psclient", "follow", *server.addresses, "--out", str(tmp_path)]
             process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
             wait_until(lambda: (tmp_path / INDEX).exists(), SECONDS)
@@ -41,4 +41,4 @@ def test_kills_leave_a_whole_version_of_those_that_were(tmp_path):
                     assert bool(mixed.all()), (name, about)
             versions.append(about["version"])
         assert versions == sorted(versions)
-        assert len(set(versions)) > KILLS // 2
+        assert len(set(versions)) > kills // 2

@@ -11,6 +11,7 @@ from psclient import Follower, LocalServer, PatchSink
 from tests.system.following.following_tools import READING, SECONDS, SleepyEngine, loaded, parameters_of, same
 from tests.system.line import Line
 from tests.system.tools import QUICK, wait_until
+from tests.tiers import long_but
 
 SHAPE = (400, 300)
 
@@ -43,7 +44,7 @@ def running():
             yield run
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", long_but([torch.bfloat16], [torch.float32, torch.bfloat16]))
 @pytest.mark.parametrize("fails_at", [{2}, {2, 3, 4}])
 def test_an_engine_is_restored_from_its_directory(tmp_path, dtype, fails_at):
     engine, told = SleepyEngine(fails_at), []

@@ -1,6 +1,7 @@
 """Readers that hold an fp32 run in 16 bits: exactly the rounded model, for fewer bytes."""
 
 import threading
+from itertools import product
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.system.following.following_tools import (
     training,
 )
 from tests.system.tools import make_model, wait_until
+from tests.tiers import long_but
 
 NARROW = [torch.bfloat16, torch.float16]
 CONVERSIONS = [
@@ -32,8 +34,10 @@ def rounded(tensors, dtype):
     return {name: value.to(dtype) for name, value in tensors.items()}
 
 
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize(
+    ("shards", "dtype"),
+    long_but([(2, torch.float16)], product((1, 2), NARROW)),
+)
 def test_modules_directories_and_engines_have_the_rounded_model(tmp_path, dtype, shards):
     module, exact, engine, wrong = make_model(1).to(dtype), make_model(2), SleepyEngine(), []
     with LocalServer(shards=shards, cut_seconds=0.01) as server, training(server, lr=1e-3) as run:

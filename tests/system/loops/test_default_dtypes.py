@@ -72,9 +72,9 @@ DGS = partial(optimizer_of, "dgs", weight_decay=0.01, density=0.1)
     [
         (DGS, [(5, 4)], torch.float32),
         (DGS, [(200, 100), (100, 10)], torch.float32),
-        (DGS, [(200, 100), (100, 10)], torch.bfloat16),
-        (partial(optimizer_of, "adamw"), [(5, 4)], torch.float32),
-        (partial(optimizer_of, "outer"), [(5, 4)], torch.float32),
+        pytest.param(DGS, [(200, 100), (100, 10)], torch.bfloat16, marks=pytest.mark.long),
+        pytest.param(partial(optimizer_of, "adamw"), [(5, 4)], torch.float32, marks=pytest.mark.long),
+        pytest.param(partial(optimizer_of, "outer"), [(5, 4)], torch.float32, marks=pytest.mark.long),
     ],
     ids=["dgs-small", "dgs", "dgs-bf16", "adam", "outer"],
 )

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 import psclient
 from psclient.errors import ConfigurationError
 from tests.system.tools import QUICK, make_data, make_model, optimizer_of, train_step
+from tests.tiers import long_but
 
 RATE = 0.05
 
@@ -46,7 +47,7 @@ def memories(optimizer):
     return tensors
 
 
-@pytest.mark.parametrize("through_files", [True, False])
+@pytest.mark.parametrize("through_files", long_but([True], [True, False]))
 @pytest.mark.parametrize("name", METHODS)
 def test_a_state_comes_back_as_it_was_and_nothing_is_pushed(name, through_files, tmp_path):
     with psclient.LocalServer(down_mode="exact") as server:

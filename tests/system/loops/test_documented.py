@@ -44,6 +44,7 @@ SHORTER = {
     "start_workers=8": "start_workers=1",
     "quorum=7": "quorum=1",
     "T_max=90": "T_max=9",
+    "for epoch in range(20)": "for epoch in range(2)",
     "sync_every=50": "sync_every=2",
     'server="host:50051"': "server=server",
 }

@@ -41,6 +41,7 @@ def test_before_learns(run):
     assert accuracies(run("before.py", "--epochs", 1))[-1] > ENOUGH
 
 
+@pytest.mark.long
 def test_after_learns_with_a_server_of_its_own(tmp_path):
     output = run_example("loops/after.py", "--epochs", 1, "--server", "local", "--checkpoint", tmp_path / "digits.pt")
     assert accuracies(output)[-1] > ENOUGH

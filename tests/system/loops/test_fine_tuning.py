@@ -57,7 +57,7 @@ def test_trainer_makes_the_optimizer_and_saves_the_servers_model(tmp_path):
     assert all(torch.equal(saved[name], trained[name]) for name in saved)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_trainer_takes_the_model_by_name(tmp_path):
     require("trainer")
@@ -73,7 +73,7 @@ print("samples", recipes.run("trainer", server)["optimizer"].totals.samples)
     assert f"samples {8 * STEPS}" in out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_adapters_are_saved_in_the_form_of_peft(tmp_path):
     require("adapters")
@@ -104,7 +104,7 @@ assert torch.equal(model.eval()(input_ids=x).logits, again.eval()(input_ids=x).l
     assert any(tensor.any() for name, tensor in worker.items() if "lora_B" in name), "they were trained"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_trl_makes_adapters_and_then_the_optimizer(tmp_path):
     require("trl")
@@ -116,7 +116,7 @@ def test_trl_makes_adapters_and_then_the_optimizer(tmp_path):
     assert any(tensor.any() for name, tensor in saved.items() if "lora_B" in name), "they were trained"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_tasks_of_ray_train_each_sample_of_an_epoch_once(tmp_path):
     require("ray")

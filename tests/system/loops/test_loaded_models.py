@@ -10,6 +10,7 @@ from psclient.errors import ConfigurationError, ModelChangedError, ModelLoadedEr
 from psclient.rpc.local_server import LocalServer
 from psclient.rpc.shard_stream import ShardStream
 from tests.system.tools import make_data, make_model, optimizer_of, train_step
+from tests.tiers import long_but
 
 ON_LOAD = [None, "server", "replace"]
 
@@ -75,7 +76,10 @@ def server(shards):
 
 @pytest.mark.parametrize(
     ("method", "shards", "way"),
-    [*((*case, "load_state_dict") for case in CASES), (dgs, 1, "data"), (asgd, 2, "data"), (dgs, 2, "memory")],
+    long_but(
+        [(outer, 1, "load_state_dict"), (asgd, 2, "data"), (dgs, 2, "memory")],
+        [*((*case, "load_state_dict") for case in CASES), (dgs, 1, "data"), (asgd, 2, "data"), (dgs, 2, "memory")],
+    ),
 )
 def test_a_run_begins_with_what_was_loaded_before_its_first_push(method, way, server, caplog):
     model = make_model(batch_norm=False)
@@ -100,7 +104,7 @@ def test_a_pull_before_the_first_step_keeps_what_was_loaded(method, server):
         assert_is_at(model, server, 5.0)
 
 
-@pytest.mark.parametrize(("method", "shards"), CASES)
+@pytest.mark.parametrize(("method", "shards"), long_but([(overlap, 1), (dgs, 2)], CASES))
 def test_workers_that_load_the_same_go_on_together(method, server):
     first, second = make_model(batch_norm=False), make_model(seed=7, batch_norm=False)
     with method(first, server, worker="a") as one, method(second, server, worker="b") as two:
@@ -133,9 +137,10 @@ def test_one_worker_loads_and_the_others_follow(server):
 @pytest.mark.parametrize(
     ("method", "shards", "when"),
     [
-        (dgs, 1, "late"),
         (wagma, 1, "late"),
-        *((*case, "in the middle") for case in ((dgs, 2), (overlap, 1), (outer, 1))),
+        (dgs, 2, "in the middle"),
+        pytest.param(dgs, 1, "late", marks=pytest.mark.long),
+        *(pytest.param(*case, 1, "in the middle", marks=pytest.mark.long) for case in ((overlap,), (outer,))),
     ],
 )
 @pytest.mark.parametrize("on_load", ON_LOAD)

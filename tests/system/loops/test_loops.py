@@ -13,7 +13,7 @@ from tools.run_loops import LOOPS
 PAGES = sorted(page for page in run_loops.FOLDER.glob("*.md") if page.name != "README.md")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_loop_trains_the_servers_model(tmp_path, monkeypatch):
     """The way that ``make examples QUICK=1`` leaves out, and the full form takes for each loop."""
@@ -37,7 +37,7 @@ def test_the_difference_that_a_page_shows_is_in_its_script(page):
     assert [line for line in shown if line.strip("+-") and line[1:] not in script] == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_the_processes_of_torchrun_are_one_worker_of_the_loop_like_nanogpts(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -26,7 +26,7 @@ def test_it_finds_its_files_from(folder, monkeypatch):
     assert names["examples"] == EXAMPLES
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_it_runs_from_top_to_bottom(monkeypatch):
     nbclient = pytest.importorskip("nbclient")

@@ -11,6 +11,7 @@ import psclient
 from psclient.errors import ConfigurationError, FingerprintMismatchError, ModelChangedError
 from psclient.rpc.local_server import LocalServer
 from tests.system.tools import QUICK, make_data, make_model, optimizer_of, train_step
+from tests.tiers import long_but
 
 NOWHERE = "127.0.0.1:9"
 
@@ -106,7 +107,7 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize("make", FROZEN.values(), ids=FROZEN)
+@pytest.mark.parametrize("make", long_but(list(FROZEN.values())[::3], FROZEN.values()), ids=FROZEN)
 def test_a_frozen_tensor_of_any_kind_is_compared_and_trained_around(make):
     def model(tensor):
         return with_part(lambda m: m.register_parameter("f", nn.Parameter(tensor, requires_grad=False)))
@@ -281,7 +282,7 @@ RATES = [rmsprop_at, adam_at, group_at, rmsprop_group_at, outer_at, scheduled_at
 
 
 @pytest.mark.parametrize("rate", [torch.tensor(0.25), torch.tensor([0.25])], ids=["0-d", "1-d"])
-@pytest.mark.parametrize("method", RATES)
+@pytest.mark.parametrize("method", long_but(list(RATES)[::3], RATES))
 def test_a_tensor_is_a_rate_of_the_servers_optimizer(method, rate):
     with LocalServer() as server:
         for worker, given in (("tensor", rate), ("number", 0.25)):  # of the same settings

@@ -168,6 +168,7 @@ def test_a_compiled_function_around_the_model_is_one_graph(optimizer):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.long
 def test_many_compiled_models_do_not_share_a_limit(optimizer):
     for number in range(12):
         kind = type(f"Net{number}", (Net,), {})

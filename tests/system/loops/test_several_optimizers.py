@@ -12,6 +12,7 @@ from psclient.errors import ConfigurationError, SettingsMismatchError, SparsepsE
 from psclient.rpc.local_server import LocalServer
 from tests.system.failures.test_interruptions import status
 from tests.system.tools import QUICK, make_data, make_model, train_step
+from tests.tiers import long_but
 
 HASTY = QUICK.model_copy(update={"patience_seconds": 20.0})
 """Whoever waits for a ghost gives up within a test's time."""
@@ -111,7 +112,7 @@ def test_a_cell_that_makes_a_new_model_and_optimizer_may_be_run_again(monkeypatc
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("kept", ["list", "traceback"])
+@pytest.mark.parametrize("kept", long_but(["traceback"], ["list", "traceback"]))
 @pytest.mark.parametrize("method", ["rounds", "bound", "overlap", "outer"])
 def test_an_earlier_optimizer_of_the_same_parameters_is_no_ghost(method, kept, monkeypatch):
     """One that a list, or the traceback of an interrupted cell, still refers to."""

@@ -19,6 +19,7 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.system.operating.asking import metrics, status
 from tests.system.raw import RawWorker
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, suspend, train_step, wait_until
+from tests.tiers import long_but
 
 HASTY = ClientSettings(deadline_seconds=5, connect_seconds=30, patience_seconds=0.5, dense_below=0)
 
@@ -68,7 +69,7 @@ def step(parameter, optimizer):
     return parameter.grad
 
 
-@pytest.mark.parametrize("mode", ["plain", "overlap"])
+@pytest.mark.parametrize("mode", long_but(["plain"], ["plain", "overlap"]))
 def test_a_worker_waits_for_one_that_is_stopped_and_goes_on_with_it(mode):
     bound = 4
     with LocalServer(ssp_bound=bound, lease_seconds=60, down_mode="exact") as server:

@@ -98,6 +98,7 @@ def test_a_certificate_names_the_caller(tmp_path, monkeypatch):
     assert "token" not in line
 
 
+@pytest.mark.long
 @pytest.mark.executes_python  # the zone is read at the start
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_the_times_of_the_log_have_their_zone(form, tmp_path, monkeypatch):

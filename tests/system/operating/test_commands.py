@@ -20,6 +20,7 @@ def run(*command: str, cwd: Path = ROOT) -> str:
     return answer.stdout
 
 
+@pytest.mark.long
 def test_a_section_of_the_benchmark(tmp_path):
     run("-m", "benchmarks.bench", "--quick", "--only", "wire", "--output", str(tmp_path))
     report = json.loads((tmp_path / "report.json").read_text())
@@ -27,6 +28,7 @@ def test_a_section_of_the_benchmark(tmp_path):
     assert "to dense" in (tmp_path / "report.md").read_text()
 
 
+@pytest.mark.long
 def test_a_comparison_of_two_methods_to_its_last_file(tmp_path):
     few = ["--tasks", "digits", "--methods", "sgd", "outer", "--seeds", "0"]
     run("-m", "benchmarks.compare", "--quick", "--only", "quality", *few, "--output", str(tmp_path))
@@ -34,6 +36,7 @@ def test_a_comparison_of_two_methods_to_its_last_file(tmp_path):
     assert {"compare-workers.png", "report.md"} <= {path.name for path in tmp_path.iterdir()}
 
 
+@pytest.mark.long
 def test_a_soak_of_seconds_judges_every_curve(tmp_path, capsys):
     little = ["--minutes", "0.1", "--workers", "1", "--hidden", "16", "--output", str(tmp_path)]
     status = soak.main(little)

@@ -18,6 +18,7 @@ import psclient
 from psclient import LocalServer
 from tests.system.operating.asking import status, versions
 from tests.system.tools import wait_until
+from tests.tiers import long_but
 
 ROOT = Path(__file__).parents[3]
 FLAGS = ("--listen=127.0.0.1:0", "--health-listen=", "--metrics-listen=")
@@ -92,6 +93,7 @@ def test_sighup_to_the_command_ends_none_of_its_shards(tmp_path):
         assert process.wait(SECONDS) == 0
 
 
+@pytest.mark.long
 @pytest.mark.executes_python
 def test_sighup_does_not_end_a_server_that_begins():
     with started() as (process, address):
@@ -108,6 +110,7 @@ def test_sighup_does_not_end_a_server_that_begins():
         assert process.wait(SECONDS) == 0
 
 
+@pytest.mark.long
 @pytest.mark.executes_python
 def test_a_terminal_that_is_closed_takes_no_model_with_it():
     ours, theirs = pty.openpty()
@@ -128,7 +131,10 @@ def test_a_terminal_that_is_closed_takes_no_model_with_it():
 
 
 @pytest.mark.executes_python
-@pytest.mark.parametrize("closed", ["2>&-", "1>&-", "0<&-", "0<&- 1>&- 2>&-"])
+@pytest.mark.parametrize(
+    "closed",
+    long_but(["0<&- 1>&- 2>&-"], ["2>&-", "1>&-", "0<&-", "0<&- 1>&- 2>&-"]),
+)
 def test_a_server_runs_with_closed_streams(closed, tmp_path):
     script = f'exec "$@" {closed}'
     read_end, write_end = os.pipe()
@@ -148,7 +154,7 @@ def test_a_server_runs_with_closed_streams(closed, tmp_path):
 
 
 @pytest.mark.executes_python
-@pytest.mark.parametrize("program", ["psservice", "psclient"])
+@pytest.mark.parametrize("program", long_but(["psservice"], ["psservice", "psclient"]))
 def test_no_message_of_an_error_takes_the_place_of_the_output(program):
     words = ["status", "127.0.0.1:1"] if program == "psservice" else ["save", "127.0.0.1:1", "--out", "/no/model"]
     command = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-m", program, *words, "--timeout", "1"]
@@ -156,6 +162,7 @@ def test_no_message_of_an_error_takes_the_place_of_the_output(program):
     assert (done.returncode, done.stdout) == (1, b"")
 
 
+@pytest.mark.long
 @pytest.mark.executes_python
 def test_a_worker_with_closed_streams_starts_a_server_of_its_own():
     script = (
@@ -167,6 +174,7 @@ def test_a_worker_with_closed_streams_starts_a_server_of_its_own():
     assert subprocess.run(command, cwd=ROOT, timeout=2 * SECONDS).returncode == 0
 
 
+@pytest.mark.long
 @pytest.mark.executes_python
 def test_an_embedded_server_imports_nothing_from_the_working_directory(tmp_path, monkeypatch):
     for name in ("prometheus_client", "queue", "psservice", "pythonjsonlogger"):
@@ -177,6 +185,7 @@ def test_an_embedded_server_imports_nothing_from_the_working_directory(tmp_path,
         assert versions(server) == [0]
 
 
+@pytest.mark.long
 @pytest.mark.executes_python
 def test_a_package_that_is_not_installed_serves_itself(tmp_path, monkeypatch):
     """A checkout that a script has found in its working directory."""

@@ -108,6 +108,7 @@ def rows(browser, name):
     return [row.split() for row in text(browser, name).splitlines()]
 
 
+@pytest.mark.long
 def test_shard_0_draws_the_past_of_all_shards_and_others_say_whose_page_does(browser):
     with LocalServer(shards=2) as server:
         model = make_model(batch_norm=False)

@@ -23,6 +23,7 @@ from psservice.process.server import Server, StartError
 from psservice.settings import ServerSettings
 from tests.system.scripts import ROOT
 from tests.system.tools import wait_until
+from tests.tiers import long_but
 
 pytest.importorskip("opentelemetry.proto.collector.trace.v1", reason="the extra sparseps[tracing] is not installed")
 
@@ -98,7 +99,7 @@ def server(collector, tmp_path_factory):
         yield running
 
 
-@pytest.mark.parametrize("mode", ["plain", "overlap"])
+@pytest.mark.parametrize("mode", long_but(["overlap"], ["plain", "overlap"]))
 def test_a_step_is_one_trace_over_a_worker_and_two_shards_also_after_a_restart(mode, server, collector, monkeypatch):
     for name, value in collector.environment.items():
         monkeypatch.setenv(name, value)

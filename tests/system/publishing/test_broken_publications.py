@@ -85,7 +85,9 @@ def test_what_is_staged_and_never_published_is_nobodys(server, monkeypatch):
             assert same_bits(module.tensors, tensors)
 
 
-@pytest.mark.parametrize("dies", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize(
+    "dies", [pytest.param((0,), marks=pytest.mark.long), pytest.param((1,), marks=pytest.mark.long), (0, 1)]
+)
 def test_shards_that_die_before_it_is_published_have_it_staged_when_they_are_back(server, monkeypatch, dies):
     tensors = odd_tensors()
     module = Holder(tensors)

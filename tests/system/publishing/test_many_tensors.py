@@ -8,29 +8,31 @@ from psclient import DirectorySink, Follower, LocalServer, Publisher
 from psclient.settings import ClientSettings
 from tests.system.following.following_tools import SleepyEngine, loaded
 
-TENSORS = 66_000
 PATIENT = ClientSettings(server="local", deadline_seconds=30, patience_seconds=120)
 SECONDS = 120.0
 
 
-def names():
-    for number in range(TENSORS):
+def names(count):
+    for number in range(count):
         layer, expert, part = number // 768, number // 3 % 256, ("gate", "up", "down")[number % 3]
         yield f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
 
 
 class Experts(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, count):
         super().__init__()
-        for name in names():
+        for name in names(count):
             self.register_parameter(name.replace(".", "_"), torch.nn.Parameter(torch.zeros(2), requires_grad=False))
 
 
 @pytest.mark.timeout(400)
-def test_a_model_of_more_tensors_than_16_bits_count_is_published_followed_and_restored(tmp_path):
-    words = torch.zeros(TENSORS, 2)
-    tensors = dict(zip(names(), words, strict=True))
-    module, engine = Experts(), SleepyEngine()
+@pytest.mark.parametrize(
+    "count", [2_000, pytest.param(66_000, marks=pytest.mark.long)], ids=["many", "more than 16 bits count"]
+)
+def test_a_model_of_so_many_tensors_is_published_followed_and_restored(count, tmp_path):
+    words = torch.zeros(count, 2)
+    tensors = dict(zip(names(count), words, strict=True))
+    module, engine = Experts(count), SleepyEngine()
     with LocalServer(data_dir=tmp_path / "data", cut_seconds=0.01) as server:
         with Publisher(server, settings=PATIENT) as publisher:
             publisher.publish(tensors)

@@ -4,11 +4,12 @@ import pytest
 
 from psclient import LocalServer
 from tests.system.publishing.rank_scenarios import launch
+from tests.tiers import long_but
 
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("shards", long_but([3], [1, 3]))
 def test_the_blocks_of_all_ranks_are_one_version_bit_by_bit(tmp_path, shards):
     """Of all placements: rows, columns, strided ones, replicas, a tensor of one rank, and none at all."""
     with LocalServer(shards=shards) as server:
@@ -26,6 +27,7 @@ def test_the_guides_loop_publishes_from_ranks(tmp_path):
         assert launch("run_the_guides_loop", 4, tmp_path, server.server) == [True] * 4
 
 
+@pytest.mark.long
 def test_new_publishers_on_other_blocks_go_on_with_differences(tmp_path):
     with LocalServer(shards=2) as server:
         resharded, damaged, lost = launch("go_on", 4, tmp_path, server.server)[0]
@@ -36,6 +38,7 @@ def test_new_publishers_on_other_blocks_go_on_with_differences(tmp_path):
     assert lost[1]
 
 
+@pytest.mark.long
 def test_what_cannot_be_published_is_refused_on_every_rank_and_does_no_harm(tmp_path):
     with LocalServer() as server:
         found = launch("refuse", 4, tmp_path, server.server)

@@ -17,6 +17,7 @@ from tests.system.following.following_tools import READING, SECONDS, loaded, par
 from tests.system.line import Line
 from tests.system.publishing.publishing_tools import QUIET, change, mixed_tensors, odd_tensors, same_bits
 from tests.system.tools import make_model, wait_until
+from tests.tiers import long_but
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -32,7 +33,7 @@ class Holder(torch.nn.Module):
             self.register_buffer(name, torch.zeros_like(tensor))
 
 
-@pytest.fixture(params=[1, 3], ids=["1 shard", "3 shards"])
+@pytest.fixture(params=[1, pytest.param(3, marks=pytest.mark.long)], ids=["1 shard", "3 shards"])
 def source(request, tmp_path):
     with LocalServer(shards=request.param, cut_seconds=0.02, data_dir=tmp_path / "source") as found:
         yield found
@@ -50,7 +51,7 @@ def until_all_have(version, follower):
     wait_until(lambda: {shard.version for shard in follower.cut.shards} == {version}, SECONDS)
 
 
-@pytest.mark.parametrize("tensors", [odd_tensors, mixed_tensors])
+@pytest.mark.parametrize("tensors", long_but([mixed_tensors], [odd_tensors, mixed_tensors]))
 def test_a_feed_is_relayed_bit_by_bit_and_a_reader_may_change_over(source, tmp_path, tensors):
     tensors = tensors()
     module = Holder(tensors)

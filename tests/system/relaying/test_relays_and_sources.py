@@ -86,6 +86,7 @@ def test_a_relay_of_a_secured_source_has_secured_readers(authorities, tmp_path, 
             assert reason in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_relay_and_its_readers_are_known_by_their_certificates(authorities, tmp_path, capsys):
     """Source and relay have roles of certificates and no tokens; so has each of their shards."""
     authority = authorities["source"]
@@ -189,6 +190,7 @@ def test_a_relay_of_itself_is_refused():
     assert "this relay itself" in refused.stderr
 
 
+@pytest.mark.long
 def test_a_ring_of_two_relays_is_refused_by_both(tmp_path, capsys):
     tensors = odd_tensors()
     folders = [{"data_dir": tmp_path / name, "cut_seconds": 0.02} for name in ("first", "second")]

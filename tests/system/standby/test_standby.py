@@ -21,11 +21,12 @@ from tests.system.standby.standby_tools import (
     stepping,
 )
 from tests.system.tools import assert_same_parameters, run_of, wait_until
+from tests.tiers import long_but
 
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", long_but([1], [1, 2]))
 def test_a_lost_machine_loses_no_acknowledged_push_and_workers_go_on_with_the_standby(shards, tmp_path, capsys):
     with (
         primary(tmp_path, shards=shards, replicate="ack", snapshot_seconds=1.0) as first,
@@ -44,6 +45,7 @@ def test_a_lost_machine_loses_no_acknowledged_push_and_workers_go_on_with_the_st
             assert_same_parameters(worker.model, second.server)
 
 
+@pytest.mark.long
 def test_a_primary_that_comes_back_is_refused_by_generation_and_stays_so(tmp_path, capsys):
     log = tmp_path / "log"
     with (
@@ -126,6 +128,7 @@ def test_a_standby_behind_tells_how_far_and_serves_what_it_has(tmp_path, capsys)
         assert counted(second.server) == steps
 
 
+@pytest.mark.long
 def test_a_standby_that_was_killed_goes_on_where_it_was(tmp_path, capsys):
     log = tmp_path / "log"
     with (

@@ -6,6 +6,7 @@ import torch
 import psclient
 from psclient.rpc.local_server import LocalServer
 from tests.system.tools import QUICK
+from tests.tiers import long_but
 
 BUDGET = 0.03
 STEPS, BEGINNING = 12, 4  # whole replies of the beginning are not counted
@@ -39,7 +40,7 @@ def train(model, optimizer, steps):
     return reports
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", long_but(["dgs", "server_rmsprop", "overlap"], METHODS))
 def test_pushes_and_replies_keep_to_the_budget(method):
     kind, options = METHODS[method]
     model = make_model()
@@ -113,7 +114,7 @@ def test_a_server_that_answers_exactly_does_so_all_the_same():
         assert {report.reply_mode for report in train(model, optimizer, STEPS)} == {"exact"}
 
 
-@pytest.mark.parametrize("method", ["dgs", "gradient_dropping", "rmsprop", "server_rmsprop"])
+@pytest.mark.parametrize("method", long_but(["dgs"], ["dgs", "gradient_dropping", "rmsprop", "server_rmsprop"]))
 def test_gradients_that_are_zero_here_and_there_keep_to_a_budget_that_sends_all(method):
     """A fifth of the units is dead: their gradients are zeros, whose places would cost more than they do."""
     kind, options = METHODS[method]

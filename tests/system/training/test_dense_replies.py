@@ -8,6 +8,7 @@ from torch import nn
 
 import psclient
 from tests.system.tools import QUICK, optimizer_of
+from tests.tiers import long_but
 
 STEPS = 24
 
@@ -54,7 +55,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", long_but(list(METHODS)[:2], METHODS))
 def test_a_dense_method_is_answered_exactly_where_a_step_touches_a_part_of_the_model(method):
     losses = {}
     for mode in ("auto", "exact"):

@@ -1,6 +1,7 @@
 """Training whose worker selects and applies replies by the kernels of a device, in Triton's interpreter."""
 
 import functools
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from psclient.engine import engine, home
 from psclient.rpc.local_server import LocalServer
 from pscore.selection.cuda.launches import DeviceKernels
 from tests.system.tools import QUICK, make_data, make_model, train_step
+from tests.tiers import long_but
 
 STEPS = 8
 
@@ -33,8 +35,10 @@ def launches(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("down_mode", ["exact", "topk"])
+@pytest.mark.parametrize(
+    ("down_mode", "overlap"),
+    long_but([("topk", True)], product(("exact", "topk"), (False, True))),
+)
 def test_a_worker_trains_and_has_the_servers_model(down_mode, overlap, launches):
     settings = QUICK.model_copy(update={"dense_below": 100})
     with LocalServer(down_mode=down_mode, down_density=0.2) as server:

@@ -7,6 +7,7 @@ import pytest
 from torch import nn
 
 from tests.system.tools import QUICK, make_data, make_model, optimizer_of, train_step
+from tests.tiers import long_but
 
 STEPS = 40  # the first look comes after the first step
 
@@ -26,7 +27,7 @@ def dgs(model, server, **options):
     return optimizer_of("dgs", model, 0.05, server=server, **options)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", long_but([True], [False, True]))
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 def test_clipping_through_data_is_told_once_a_tensor(server, caplog, overlap, layout):
     model = make_model(batch_norm=False)
@@ -118,7 +119,12 @@ class Cast(nn.Module):
         return x.float()
 
 
-@pytest.mark.parametrize("kind", [frozen, swapped, local, pulled, ahead, loaded, overlapping, in_half])
+@pytest.mark.parametrize(
+    "kind",
+    long_but(
+        [local, ahead, loaded, overlapping], [frozen, swapped, local, pulled, ahead, loaded, overlapping, in_half]
+    ),
+)
 def test_no_false_alarm(server, caplog, kind):
     model = make_model()
     optimizer, after = kind(model, server)

@@ -6,6 +6,7 @@ from torch import nn
 
 import psclient
 from tests.system.tools import QUICK
+from tests.tiers import long_but
 
 METHODS = {
     "asgd": (psclient.ASGD, {"lr": 1.0}),
@@ -18,7 +19,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", long_but([torch.bfloat16], [torch.float32, torch.bfloat16]), ids=str)
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_heeds_the_scale_of_its_gradients(name, dtype):
     method, options = METHODS[name]

@@ -25,6 +25,7 @@ from psclient.rpc.local_server import LocalServer
 from psclient.rpc.shard_stream import ShardStream
 from pscore.selection.cuda.launches import DeviceKernels
 from tests.system.tools import QUICK, assert_same_parameters, make_data, make_model, train_step
+from tests.tiers import long_but
 
 
 def dgs(model, server, **options):
@@ -184,7 +185,9 @@ def test_on_a_device_nothing_is_lost_or_pushed_twice_where_a_push_does_not_open(
     assert torch.equal(w.detach(), -w.grad)
 
 
-@pytest.mark.parametrize("method", [psclient.DGS, psclient.ASGD, psclient.DGC], ids=lambda method: method.__name__)
+@pytest.mark.parametrize(
+    "method", long_but([psclient.DGS], [psclient.DGS, psclient.ASGD, psclient.DGC]), ids=lambda method: method.__name__
+)
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_non_finite_gradient_names_its_parameter_and_changes_nothing(server, method, on_device, monkeypatch):
     if on_device:

@@ -21,6 +21,7 @@ from tests.system.tools import (
     make_model,
     train_step,
 )
+from tests.tiers import long_but
 
 ADAM = {"lr": 0.01}
 
@@ -64,7 +65,7 @@ def test_the_servers_step_is_sgd_on_the_differences(nesterov):
 
 
 @pytest.mark.parametrize("rounds", [None, psclient.Rounds(start_workers=2)])
-@pytest.mark.parametrize("density", [1.0, 0.3])
+@pytest.mark.parametrize("density", long_but([0.3], [1.0, 0.3]))
 def test_two_workers_train(rounds, density):
     x, y = make_data(seed=77)
     models = [model() for _ in range(2)]  # here: threads would draw from one generator at the same time

@@ -7,6 +7,7 @@ from torch import nn
 import psclient
 from psclient.errors import NonFiniteGradientError, UpdateOverflowError
 from tests.system.tools import QUICK
+from tests.tiers import long_but
 
 RATE = 1e8
 METHODS = {
@@ -19,8 +20,14 @@ METHODS = {
 """Each with what its residual holds of a gradient of 1 / RATE: some apply the rate when they send."""
 
 
-@pytest.mark.parametrize(("overlap", "name"), [(overlap, name) for overlap in (False, True) for name in METHODS][:-1])
-@pytest.mark.parametrize("size", [1, 100, 20_000])
+@pytest.mark.parametrize(
+    ("overlap", "name"),
+    long_but(
+        [(False, "asgd"), (False, "ssgd"), (True, "dgs"), (True, "dgc")],
+        [(overlap, name) for overlap in (False, True) for name in METHODS][:-1],
+    ),
+)
+@pytest.mark.parametrize("size", long_but([20_000], [1, 100, 20_000]))
 def test_an_update_beyond_fp32_is_cleared_and_the_rest_of_the_step_is_kept(name, size, overlap):
     method, options, held = METHODS[name]
     huge, fine = nn.Parameter(torch.zeros(size)), nn.Parameter(torch.zeros(30))  # the last one is sent first

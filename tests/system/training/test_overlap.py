@@ -26,6 +26,7 @@ from tests.system.tools import (
     train_step,
     wait_until,
 )
+from tests.tiers import long_but
 
 EAGER = QUICK.model_copy(update={"bucket_bytes": 1})
 """Every tensor is a group of its own."""
@@ -45,8 +46,8 @@ def linear(size=50):
     return layer
 
 
-@pytest.mark.parametrize("down_mode", ["exact", "topk"])
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("down_mode", long_but(["topk"], ["exact", "topk"]))
+@pytest.mark.parametrize("shards", long_but([2], [1, 2]))
 def test_it_trains_and_a_pull_makes_the_replica_whole(shards, down_mode):
     with LocalServer(shards=shards, down_mode=down_mode, down_density=0.2) as server:
         model = make_model(batch_norm=False)
@@ -304,7 +305,7 @@ def test_what_could_not_be_sent_is_sent_by_the_step_after_a_pull_that_failed():
 
 
 @pytest.mark.parametrize("rounds", [None, psclient.Rounds()], ids=["asynchronous", "rounds"])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", long_but([True], [False, True]))
 def test_a_step_that_is_called_again_pushes_its_gradient_once(overlap, rounds):
     layer = linear()
     with (

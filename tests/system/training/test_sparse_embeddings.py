@@ -15,6 +15,7 @@ from torch import nn
 import psclient
 from psclient.errors import ConfigurationError
 from tests.system.tools import QUICK, assert_same_parameters, same
+from tests.tiers import long_but
 
 ROWS, COLUMNS, BATCH, WORDS = 3000, 16, 32, 3
 TOUCHED = 2 * BATCH * WORDS * COLUMNS + 3 * WORDS * COLUMNS + 3  # entries of a step: two tables', and the layer's
@@ -62,7 +63,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", long_but(["rounds", "adagrad"], METHODS))
 def test_rows_train_as_the_whole_table_does_bit_for_bit(method):
     models = [Tower(sparse=True) for _ in range(2)]
     for dense, model in zip((True, False), models, strict=True):
@@ -138,6 +139,7 @@ def test_the_recipe_of_the_page_trains(server):
     assert optimizer.report.push_entries <= 64 * 8 * 16 + 17
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"density": 1.0}, {"budget": 0.03}], ids=["all", "budget"])
 def test_the_bytes_of_a_step_are_those_of_its_rows_however_long_the_table(options):
     """A budget that carries more than the rows sends them as they are."""

@@ -27,6 +27,7 @@ from tests.system.tools import (
     train_step,
     wait_until,
 )
+from tests.tiers import long_but
 
 WORKERS, STEPS, SHARE = 4, 12, 16
 
@@ -91,7 +92,7 @@ def ddp_worker(rank, store, found):
     os._exit(0)  # gloo's threads abort the odd interpreter that ends in order, which is not what is tested
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", long_but([2], [1, 2]))
 def test_it_is_sgd_on_the_batches_of_all_workers_together(shards):
     expected = large_batches()
     with psclient.LocalServer(shards=shards) as server:
@@ -113,8 +114,10 @@ def test_it_is_what_distributed_data_parallel_does(tmp_path):
         torch.testing.assert_close(mine, theirs[name], rtol=1e-4, atol=1e-5)
 
 
-@overlapping_too
-@pytest.mark.parametrize("kind", ["ssgd", "dgs", "dgc", "gradient_dropping", "asgd"])
+@pytest.mark.parametrize(
+    "overlap", [False, pytest.param(True, marks=pytest.mark.long)], ids=["in-line", "overlap"]
+)  # what a push during backward leads to is the next test's
+@pytest.mark.parametrize("kind", long_but(["ssgd", "dgs"], ["ssgd", "dgs", "dgc", "gradient_dropping", "asgd"]))
 def test_every_method_trains_in_rounds_dense_or_sparse(kind, overlap):
     methods = {
         "ssgd": lambda m, **c: psclient.SSGD(m.parameters(), lr=0.1, density=0.1, **c),
@@ -141,13 +144,16 @@ def test_every_method_trains_in_rounds_dense_or_sparse(kind, overlap):
     assert loss_of(replicas[0]) < 0.7 * loss_of(model())
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", long_but([1], [1, 2]))
 @pytest.mark.parametrize(
     "method",
     [
         lambda m, **c: psclient.SSGD(m.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01, **c),
         lambda m, **c: psclient.DGS(m.parameters(), lr=0.1, density=0.1, **c),
-        lambda m, **c: psclient.ServerOptimizer(m.parameters(), "Adam", {"lr": 0.01}, density=0.1, **c),
+        pytest.param(
+            lambda m, **c: psclient.ServerOptimizer(m.parameters(), "Adam", {"lr": 0.01}, density=0.1, **c),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["dense", "sparse", "adam"],
 )

@@ -9,6 +9,7 @@ import psclient
 from psclient import ASGD, DGC, DGS, GradientDropping
 from psclient.rpc.local_server import LocalServer
 from tests.system.tools import QUICK, assert_same_parameters, fleet, make_data, make_model
+from tests.tiers import long_but
 
 METHODS = {
     "asgd": partial(ASGD, lr=0.1),
@@ -19,7 +20,10 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize(("method", "shards"), [("dgs", 1), *((method, 2) for method in METHODS)])
+@pytest.mark.parametrize(
+    ("method", "shards"),
+    long_but([("dgs", 2)], [("dgs", 1), *((method, 2) for method in METHODS)]),
+)
 def test_three_workers_learn(method, shards):
     with LocalServer(shards=shards, buffer_period_steps=5) as server:
         workers = fleet(METHODS[method], server, 3)
@@ -78,7 +82,7 @@ def test_two_shards_give_the_same_parameters_as_one():
         assert torch.equal(tensor, two[name]), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", long_but([torch.float32], [torch.float32, torch.bfloat16]))
 def test_topk_replies_train_too(dtype):
     with LocalServer(down_mode="topk", down_density=0.1, down_dense_below=0) as server:
         workers = fleet(METHODS["dgs"], server, batch_norm=False, dtype=dtype)

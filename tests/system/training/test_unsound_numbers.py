@@ -10,6 +10,7 @@ from torch import nn
 import psclient
 from psclient.errors import ConfigurationError, NonFiniteGradientError
 from tests.system.tools import QUICK
+from tests.tiers import long_but
 
 METHODS = {
     "asgd": (psclient.ASGD, {"momentum": 0.5}),
@@ -56,7 +57,7 @@ def sound(optimizer):
     return all(bool(each.isfinite().all()) for each in memories(optimizer).values())
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", long_but([True], [False, True]))
 @pytest.mark.parametrize("name", ["asgd", "dgs", "dgc", "gradient_dropping", "server_rmsprop"])
 def test_a_step_with_a_broken_hyper_parameter_is_refused_and_changes_nothing(server, name, overlap):
     parameters, optimizer = make(name, server, 20_000, overlap=overlap)
@@ -140,7 +141,7 @@ def test_a_broken_rate_of_an_inner_optimizer_leaves_its_moments_and_the_model_al
             optimizer.step()
 
 
-@pytest.mark.parametrize("size", [200, 20_000])
+@pytest.mark.parametrize("size", long_but([20_000], [200, 20_000]))
 @pytest.mark.parametrize("name", METHODS)
 def test_a_number_that_is_none_in_a_memory_is_said_and_cleared(server, name, size):
     parameters, optimizer = make(name, server, size)

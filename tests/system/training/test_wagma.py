@@ -120,8 +120,10 @@ def finish(server, workers):
     "options",
     [
         {"late": "paper", "shards": 2},
-        {"density": 0.1, "down_mode": "topk", "inner": partial(SGD, nesterov=True)},
-        {"inner": partial(torch.optim.AdamW, lr=0.01), "tau": 5},
+        pytest.param(
+            {"density": 0.1, "down_mode": "topk", "inner": partial(SGD, nesterov=True)}, marks=pytest.mark.long
+        ),
+        pytest.param({"inner": partial(torch.optim.AdamW, lr=0.01), "tau": 5}, marks=pytest.mark.long),
     ],
     ids=lambda options: "-".join(options),
 )
