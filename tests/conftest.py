@@ -8,22 +8,19 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
 
-from tests import forkserver
+from tests import forkserver, tiers
 
 if not torch.cuda.is_available():
     # Without a GPU, Triton's kernels run on the CPU in its interpreter. Triton asks for this when it is first imported,
     # for its own library too: so it is set before any test, and not in a fixture. Nothing else here uses Triton.
     os.environ["TRITON_INTERPRET"] = "1"
-
-# No test depends on speed.
-hypothesis.settings.register_profile("any machine", deadline=None)
-hypothesis.settings.load_profile("any machine")
 
 # A shell that puts the tests in its background has SIGINT ignored, and some tests interrupt themselves.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -41,9 +38,12 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Run every test of a module or folder that is named."""
+    """Run every test of a module or folder that is named. No test depends on speed."""
     if config.args_source is pytest.Config.ArgsSource.ARGS:
         config.option.long = True
+    tiers.is_long = config.option.long
+    hypothesis.settings.register_profile("any machine", deadline=None, max_examples=tiers.examples(100))
+    hypothesis.settings.load_profile("any machine")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -124,18 +124,21 @@ def pytest_collection_modifyitems(config, items):
     """Let each process begin with its share of the slow tests; skip CUDA tests without a device, and say so.
 
     A process first gets an equal part of the list, and may give away the end of it: a slow test that comes last is what
-    all others wait for.
+    all others wait for. Tests of one ``xdist_group`` have a fixture of many seconds: one process begins with all of
+    them, or each that is given one would make the fixture again.
     """
     count, total = getattr(config, "workerinput", {}).get("workercount", 1), len(items)
-
-    def is_slow(item):
-        return "slow" in item.keywords or ("long" in item.keywords and config.getoption("long"))
-
-    slow = [item for item in items if is_slow(item)]
-    rest = [item for item in items if not is_slow(item)]
+    groups, slow, rest = {}, [], []
+    for item in items:
+        if group := item.get_closest_marker("xdist_group"):
+            groups.setdefault(group.args[0], []).append(item)
+        elif "slow" in item.keywords or ("long" in item.keywords and config.getoption("long")):
+            slow.append(item)
+        else:
+            rest.append(item)
     items.clear()
     for number in range(count):
-        items += slow[number::count]
+        items += chain(*list(groups.values())[number::count], slow[number::count])
         others = max(0, total * (number + 1) // count - len(items))
         items += rest[:others]
         rest = rest[others:]

@@ -49,6 +49,7 @@ def test_steps_outside_of_the_window_are_not_counted():
     assert (seen.server_cpu, seen.generator_cpu) == (0.5, 0.25)
 
 
+@pytest.mark.long
 def test_a_worker_of_several_shards_thinks_pulls_and_takes_its_updates_in_turn():
     with Stage(3_000, 0.01, 2, 2, "exact", 0) as stage:
         seen = stage.run(2, 0.02, 0.5)

@@ -51,6 +51,7 @@ def test_a_step_that_fails_or_lasts_is_in_the_report_and_the_next_one_runs(tmp_p
     assert "fine" in report
 
 
+@pytest.mark.long
 def test_the_figures_run_where_there_is_no_gpu(capsys):
     figures.main(["--device", "cpu", "--elements", "200000", "--layout", "small"])
     said = capsys.readouterr().out

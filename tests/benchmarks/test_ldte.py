@@ -19,6 +19,7 @@ from benchmarks.ldte.findings import ALL, examine
 from benchmarks.ldte.runs import Job, Result, run
 from benchmarks.ldte.speed import BY_TENSOR, LDTE, MERGED, TOPK, measure
 from pscore.selection import entries_for
+from tests.tiers import examples
 
 CPU = torch.device("cpu")
 
@@ -93,7 +94,7 @@ def test_a_vector_without_a_distribution_is_left_out():
     assert examine(moment) == []
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.integers(0, 1000), st.integers(2_000, 40_000), st.floats(0.001, 0.2), st.sampled_from(["laplace", "normal", "t"])
 )

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.ldte.fits import Laplace, Normal, wasserstein
+from tests.tiers import examples
 
 FITS = {"normal": Normal(0.0, 1.0), "laplace": Laplace(0.0, 1.0)}
 NUMBERS = st.lists(st.floats(-50, 50, width=32), min_size=2, max_size=40).filter(lambda x: max(x) - min(x) > 1e-3)
@@ -33,7 +34,7 @@ def test_the_antiderivative_and_the_quantile_belong_to_the_distribution_function
     assert float(fit.area(torch.tensor(-40.0, dtype=torch.float64))) < 1e-15
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(NUMBERS, st.sampled_from([Normal, Laplace]))
 def test_it_is_the_area_between_the_quantile_functions(values, kind):
     x = ordered(values)
@@ -42,7 +43,7 @@ def test_it_is_the_area_between_the_quantile_functions(values, kind):
         assert wasserstein(x, fit) == pytest.approx(by_quadrature(x, fit), rel=2e-3, abs=2e-3 * fit.scale)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(NUMBERS, st.sampled_from([Normal, Laplace]), st.floats(0.01, 100), st.floats(-10, 10))
 def test_it_scales_and_does_not_move(values, kind, factor, shift):
     x = ordered(values).double()

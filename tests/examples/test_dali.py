@@ -71,6 +71,7 @@ class Numbered:
         return self.inner.read(index)[0], index
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", long_but(["folder"], ["folder", "records"]))
 def test_the_loaders_agree_on_labels_and_validation_pixels(folder, records, layout):
     pytest.importorskip("nvidia.dali")

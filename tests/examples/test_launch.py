@@ -134,6 +134,7 @@ def test_a_kill_leaves_nobody_behind_and_resume_goes_on_from_the_journal(tmp_pat
     assert version(out) >= reached
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_is_orderly(tmp_path, number):
     out = tmp_path / "run"

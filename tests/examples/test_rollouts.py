@@ -70,6 +70,7 @@ def test_the_short_form_does_and_checks_everything(tmp_path):
     assert (tmp_path / "out" / "rewards.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_ctrl_c_stops_everything(tmp_path):
     with started(tmp_path / "out", "--steps", "1000000") as process:
         children = descendants(process)

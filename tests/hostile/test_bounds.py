@@ -17,6 +17,7 @@ from psservice.rpc import bounds
 from psservice.rpc.bounds import BOUNDS
 from tests.packed import packed
 from tests.system.raw import TIMEOUT, RawWorker, chunk_of, commit_of, joined, outcome
+from tests.tiers import examples
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServerService"]
 NUMBERS = (
@@ -252,7 +253,7 @@ def number(text):
 
 
 @given(fields=st.integers(0, 3 * 8192), cut=st.integers(0, 3), kind=st.sampled_from(["map", "varint", "fixed"]))
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 def test_a_message_of_too_many_fields_is_refused_before_it_is_parsed(fields, cut, kind):
     field = {"map": b"\x22\x04\x0a\x02ab", "varint": b"\x30\x81\x01", "fixed": b"\x51" + bytes(8)}[kind]
     raw = field * fields

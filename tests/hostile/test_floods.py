@@ -35,6 +35,7 @@ def test_an_honest_worker_trains_on_under_a_flood_and_the_server_ends_when_it_is
             assert on.stop() < STOP_SECONDS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("token", long_but([None], [None, TOKEN]))
 def test_bodies_that_are_no_protobuf_leave_nothing_behind(token, tmp_path):
     with scene(tmp_path) as on:

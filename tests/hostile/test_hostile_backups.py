@@ -14,6 +14,7 @@ from psservice.backups.manifest import BACKUP_NAME, MOST_BACKUP_BYTES, BackupErr
 from psservice.cli import main as cli
 from psservice.storage.manifest import Manifest
 from tests.stored_backups import NAME, files_below, rewrite, store_with_backup
+from tests.tiers import examples
 
 TENSORS, PART = "shard-1-of-2/state.safetensors", "shard-1-of-2/manifest.json"
 
@@ -177,7 +178,7 @@ def test_one_shard_of_a_backup_is_enough_for_the_machine_that_serves_it(tmp_path
     assert (code, "no shard 2" in said) == (3, True)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_manifest_of_any_bytes_is_read_or_refused(data, tmp_path_factory):
     good = _good_bytes(tmp_path_factory)

@@ -13,9 +13,10 @@ from pscore.wire import frames
 from pscore.wire.codecs.index import INDEX_FORMATS
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from tests.tiers import examples
 
 WITHIN = Span(100, 200)
-many = settings(deadline=None, max_examples=400)
+many = settings(deadline=None, max_examples=examples(400))
 
 
 def good(codec=pb.INDEX_CODEC_RAW32):

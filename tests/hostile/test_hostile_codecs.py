@@ -13,8 +13,9 @@ from pscore.wire.codecs.index import INDEX_FORMATS, decode_offsets
 from pscore.wire.codecs.values import VALUE_FORMATS, decode_values
 from pscore.wire.errors import Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from tests.tiers import examples
 
-many = settings(deadline=None, max_examples=400)
+many = settings(deadline=None, max_examples=examples(400))
 
 OFFSETS = np.array([0, 3, 9, 1_000_000])
 

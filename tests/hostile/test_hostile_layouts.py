@@ -19,9 +19,9 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from psservice.durability.initial_model import fit
 from tests.hostile.mutation import mutate_bytes
 from tests.packed import packed
-from tests.tiers import long_but
+from tests.tiers import examples, long_but
 
-many = settings(deadline=None, max_examples=300)
+many = settings(deadline=None, max_examples=examples(300))
 LAYOUT = ModelLayout((TensorSpec("w", (2, 3), torch.float32),), (TensorSpec("n", (), torch.int64),))
 
 

@@ -14,9 +14,10 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.wire import frames
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from tests.tiers import examples
 
 WITHIN = Span(100, 200)
-many = settings(deadline=None, max_examples=300)
+many = settings(deadline=None, max_examples=examples(300))
 
 LITTLE_MEMORY = """
 import resource, sys

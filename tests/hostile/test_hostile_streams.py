@@ -18,10 +18,11 @@ from psservice.shard.upload import Upload
 from psservice.state.stream_readers import plan_of, read_all, read_push
 from psservice.values import Identity
 from tests.hostile.mutation import mutate_bytes
+from tests.tiers import examples
 
 SHARD = Span(10, 110)
 GROUPS = (Span(60, 110), Span(10, 60))
-many = settings(deadline=None, max_examples=300)
+many = settings(deadline=None, max_examples=examples(300))
 PUSH, UPLOAD = pb.PushSparseRequest, pb.UploadModelRequest
 
 

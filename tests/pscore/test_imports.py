@@ -38,6 +38,7 @@ print("numba" in sys.modules)
 """
 
 
+@pytest.mark.long
 def test_importing_the_codecs_loads_no_compiler():
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True, check=True, cwd=root)

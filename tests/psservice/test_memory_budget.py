@@ -23,6 +23,7 @@ from psservice.shard.upload import Upload
 from psservice.state.stream_readers import read_all, read_push
 from psservice.values import Identity
 from tests.psservice.service_makers import F32, layout_of
+from tests.tiers import examples
 
 MOST, ROOM, WORKER, LARGEST = 120, 80, 60, 50
 IDENTITY = pb.WorkerIdentity(worker_id="anna", incarnation="1")
@@ -234,7 +235,7 @@ def push_messages(span, segment, form):
     st.sampled_from([None, *INDEX_FORMATS]),
     st.integers(0, 99),
 )
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 def test_every_valid_push_is_within_what_a_stream_may_occupy(size, density, value, index, seed):
     generator = torch.Generator().manual_seed(seed)
     offsets = (torch.rand(size, generator=generator) <= density).nonzero().view(-1)

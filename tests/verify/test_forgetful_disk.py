@@ -146,6 +146,7 @@ def test_a_folder_that_was_made_for_a_file_survives_with_it(disk):
         modelfile.verify(folder / "m.safetensors")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["whole", "difference"])
 def test_a_directory_that_follows_has_one_whole_version_at_whatever_change_the_power_is_cut(disk, kind):
     before, after = values_of(1), changed(values_of(1), 2)

@@ -50,6 +50,7 @@ def test_settings_come_from_the_next_number_of_workers_that_was_tuned(tmp_path):
     assert {run.spec.workers for run in work.searched if run.spec.method == "sgd"} == {1}
 
 
+@pytest.mark.long
 def test_an_interrupted_comparison_goes_on(tmp_path):
     path = tmp_path / "runs.jsonl"
     whole = Workshop()

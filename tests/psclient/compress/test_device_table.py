@@ -69,6 +69,7 @@ def test_where_all_is_sent_memories_and_entries_have_the_bits_of_the_host(method
         same(on_host(device.memories()), host.memories())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", long_but([DGC], [DGC, DGS]))
 def test_what_is_not_sent_stays_and_a_refused_push_returns(method):
     hyper = HYPER | {"density": 0.05}
@@ -145,6 +146,7 @@ def test_gradients_that_are_not_finite_change_nothing_though_nobody_waits_for_th
     assert [state.get("recall") for state in model.states.values()] == recalls
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bound", [0.1, 1e6])
 def test_a_clip_on_the_device_has_the_bits_of_the_host(bound):
     clipped = []
@@ -210,6 +212,7 @@ def test_all_devices_work_before_the_first_is_waited_for():
     assert torch.equal(dense, torch.cat([gradient * 0.1 for gradient in gradients_of(model, 1).values()]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("failing", long_but([1], [0, 1]))
 def test_an_error_of_one_device_loses_no_entry_of_any(failing):
     """The search of one device fails, while the other's entries have been collected, or are under way."""
@@ -388,6 +391,7 @@ def test_groups_of_one_device_are_selected_from_by_one_series_of_launches(monkey
         same(on_host(ours.memories()), on_host(one.memories()))
 
 
+@pytest.mark.long
 def test_groups_that_nobody_asks_for_return_to_the_residuals():
     hyper = HYPER | {"density": 0.1, "momentum": 0.0}
     given = {"kernels": DeviceKernels(DEVICE, block=2048, part=2048)}

@@ -31,10 +31,11 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.selection import SELECTORS, entries_for
 from pscore.selection.host import segments
 from tests.pscore.selection_reference import Tensor, accumulate, take_all, warm
+from tests.tiers import examples
 
 METHODS = (ASGD, DGC, DGS, DROPPING, OUTER, SERVER, SSGD, WAGMA)
 HYPER = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "decay": 1.0, "density": 0.1}
-some = settings(deadline=None, max_examples=40)
+some = settings(deadline=None, max_examples=examples(40))
 
 
 class Model:

@@ -27,11 +27,12 @@ from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.selection import SELECTORS
 from tests.pscore.selection_reference import Tensor, accumulate, take_all, warm
+from tests.tiers import examples
 
 METHODS = (ASGD, DGC, DGS, DROPPING, ADAGRAD)
 HYPER = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "decay": 1.0, "density": 1.0}
 SHAPES = ((40, 6), (7,), (25, 2, 3), (5, 4))
-some = settings(deadline=None, max_examples=25)
+some = settings(deadline=None, max_examples=examples(25))
 each_method = pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 
 

@@ -12,6 +12,7 @@ from psclient.errors import ModelChangedError
 from psclient.model.replica import Replica
 from pscore.model.layout import Span, layout_of
 from pscore.model.sparse_slice import SparseSlice
+from tests.tiers import examples
 
 KINDS = {
     "contiguous": lambda: torch.zeros(2, 3, 4, 5),
@@ -78,7 +79,7 @@ def pieces(edges, entries, values):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("operation", ["write", "add"])
 @given(cuts, entry_sets | st.just(set(range(130))), st.integers(0, 2**16))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 def test_segments_of_any_cut_touch_exactly_their_entries(kind, operation, cut, entries, seed):
     generator = torch.Generator().manual_seed(seed)
     replica = replica_of(torch.zeros(3, 2), KINDS[kind](), torch.zeros(0), torch.zeros(()), torch.zeros(3))

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from pscore.wire.codecs.names import VALUE_CODECS
 from tests.psclient.method_makers import EPS, METHODS, Tensors, come_back, dense, flush, group, push, whole
-from tests.tiers import long_but
+from tests.tiers import examples, long_but
 
 SIZE = 40
 VALUES = tuple(VALUE_CODECS)
-some = settings(deadline=None, max_examples=10)  # of each of 64 cases
+some = settings(deadline=None, max_examples=examples(10))  # of each of 64 cases
 
 
 def close(left, right, magnitude, steps):

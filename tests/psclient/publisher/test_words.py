@@ -16,6 +16,7 @@ from psclient.publisher.words import OwnWords
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from tests.pscore.core_makers import as_dict
+from tests.tiers import examples
 
 
 @given(
@@ -24,7 +25,7 @@ from tests.pscore.core_makers import as_dict
     st.integers(1, 60),
     st.randoms(use_true_random=False),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_what_differs_is_found_in_order_however_tensors_are_compared(sizes, small, block, chance):
     tensors = {f"t{i}": torch.zeros(size, dtype=torch.int16) for i, size in enumerate(sizes)}
     flat = np.zeros(sum(sizes), np.uint16)
@@ -53,7 +54,7 @@ def test_what_differs_is_found_in_order_however_tensors_are_compared(sizes, smal
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), min_size=1, max_size=30), st.integers(1, 40))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_segments_of_small_tensors_are_joined_within_a_block_and_keep_their_entries(gaps, block):
     segments, end = [], 0
     for gap, length in gaps:

@@ -25,6 +25,7 @@ from tests.psclient.reader.sink_makers import (
     staged_whole,
     values_of,
 )
+from tests.tiers import examples
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +57,7 @@ def opened(path):
 
 
 @given(st.lists(st.sampled_from(["whole", "some", "none", "again"]), min_size=1, max_size=8), st.integers(0, 1000))
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 def test_it_has_each_version_and_goes_on_after_a_restart(tmp_path_factory, events, seed):
     path = tmp_path_factory.mktemp("followed") / "new" / "folder"
     sink, held = opened(path)

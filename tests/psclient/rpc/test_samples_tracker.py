@@ -6,6 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from psclient.rpc.samples import SampleTracker
 from pscore.model.ranges import Ranges
+from tests.tiers import examples
 
 
 def places(share):
@@ -67,7 +68,7 @@ class Worker(RuleBasedStateMachine):
 
 
 TestWorker = Worker.TestCase
-TestWorker.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestWorker.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 
 
 def test_datasets_are_told_apart():

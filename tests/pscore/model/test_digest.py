@@ -12,6 +12,7 @@ from pscore.model.digest import DIGEST_BYTES, ModelDigest, total
 from pscore.model.layout import ModelLayout, Span, TensorSpec
 from pscore.model.layout import layout_of as layout_of_tensors
 from pscore.model.sparse_slice import SparseSlice
+from tests.tiers import examples
 
 MASK = (1 << 64) - 1
 SIZES = {"a": (30, torch.float32), "b": (25, torch.bfloat16), "c": (20, torch.float16)}
@@ -63,13 +64,13 @@ values = st.lists(st.floats(-1e4, 1e4, width=32), min_size=SIZE, max_size=SIZE).
 
 
 @given(values)
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 def test_it_is_the_sum_that_the_format_says(found):
     assert digest_of(found) == by_hand(found)
 
 
 @given(values, values, st.sets(st.integers(0, SIZE - 1)), st.integers(0, SIZE))
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 def test_it_follows_changes_and_is_the_sum_of_shards(before, after, places, border):
     offsets = torch.tensor(sorted(places), dtype=torch.int64)
     digest = ModelDigest(LAYOUT, digest_of(before))
@@ -87,7 +88,7 @@ def test_it_follows_changes_and_is_the_sum_of_shards(before, after, places, bord
 
 
 @given(values, st.integers(0, SIZE - 1), st.integers(0, 15))
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 def test_a_flipped_bit_and_two_exchanged_values_show(found, place, bit):
     found = rounded(found)
     dtype = next(dtype for dtype, run in LAYOUT.dtype_runs(Span(0, SIZE)) if place < run.end)

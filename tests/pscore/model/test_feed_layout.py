@@ -18,9 +18,10 @@ from pscore.wire.messages import DATA_TYPES
 from tests.pscore.core_makers import any_words, feeds, spans
 from tests.pscore.model.test_digest import HIGH, LOW, MASK, mixed
 from tests.pscore.model.test_modelfile import write_parts
+from tests.tiers import examples
 
-many = settings(deadline=None, max_examples=100)
-in_tmp = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(deadline=None, max_examples=examples(100))
+in_tmp = settings(deadline=None, max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 BYTE, WIDE = TensorSpec("byte", (3,), torch.uint8), TensorSpec("wide", (2,), torch.int64)
 HALF = TensorSpec("half", (5,), torch.bfloat16)
 

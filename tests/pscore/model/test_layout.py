@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pscore.model.layout import FrozenTensor, ModelLayout, Span, TensorSpec, layout_of
 from pscore.wire.layouts import first_difference, layout_to_message
 from tests.pscore.core_makers import layouts, spans
+from tests.tiers import examples
 
 A = TensorSpec("a", (2, 3), torch.float32)
 B = TensorSpec("b", (4,), torch.float32)
@@ -29,7 +30,7 @@ def owner_of(layout):
 
 
 @given(layouts())
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 def test_tensors_lie_end_to_end_in_order(layout):
     assert layout.offsets[0] == 0
     assert layout.size == sum(spec.numel for spec in layout.parameters)
@@ -38,7 +39,7 @@ def test_tensors_lie_end_to_end_in_order(layout):
 
 
 @given(layouts(), st.integers(1, 9))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_shards_are_contiguous_complete_and_balanced(layout, num_shards):
     cut = layout.shard_spans(num_shards)
     assert len(cut) == num_shards
@@ -49,7 +50,7 @@ def test_shards_are_contiguous_complete_and_balanced(layout, num_shards):
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_overlapping_finds_each_parameter_that_shares_elements(data):
     layout = data.draw(layouts())
     span = data.draw(spans(layout.size))
@@ -64,7 +65,7 @@ def test_overlapping_finds_each_parameter_that_shares_elements(data):
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_dtype_runs_are_the_longest_pieces_of_one_dtype(data):
     layout = data.draw(layouts())
     span = data.draw(spans(layout.size))
@@ -74,7 +75,7 @@ def test_dtype_runs_are_the_longest_pieces_of_one_dtype(data):
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 def test_intersection_is_what_two_spans_share(data):
     one, other = data.draw(spans(20)), data.draw(spans(20))
     shared = set(range(one.start, one.end)) & set(range(other.start, other.end))

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from pscore.model import modelfile
 from pscore.model.layout import ModelLayout, TensorSpec
 from tests.pscore.core_makers import layouts
+from tests.tiers import examples
 
 LAYOUT = ModelLayout(
     (
@@ -23,7 +24,7 @@ LAYOUT = ModelLayout(
 )
 BUFFERS = {"mean": torch.arange(4.0), "batches": torch.tensor(7)}
 
-in_tmp = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+in_tmp = settings(deadline=None, max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def same(one, other):
@@ -96,7 +97,7 @@ def test_a_file_that_another_library_wrote_has_no_checksum_and_is_read(tmp_path)
 
 
 @given(layouts(), st.integers(0, 2**16))
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 def test_flatten_undoes_assemble(layout, seed):
     flat = torch.randn(layout.size, generator=torch.Generator().manual_seed(seed))
     state = modelfile.assemble(layout, flat)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from pscore.model.buffers import is_exchanged, pack, packed_bytes, unpack
 from pscore.model.layout import BUFFER_DTYPES, TensorSpec
+from tests.tiers import examples
 
 
 def of_bytes(spec, seed):
@@ -21,7 +22,7 @@ def of_bytes(spec, seed):
     st.lists(st.tuples(st.lists(st.integers(0, 4), max_size=3).map(tuple), st.sampled_from(BUFFER_DTYPES)), max_size=6),
     st.integers(0, 2**16),
 )
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 def test_every_buffer_comes_back_bit_for_bit(kinds, seed):
     specs = [TensorSpec(f"b{i}", shape, dtype) for i, (shape, dtype) in enumerate(kinds)]
     tensors = [of_bytes(spec, seed + i) for i, spec in enumerate(specs)]

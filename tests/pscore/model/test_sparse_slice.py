@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from pscore.model.layout import ModelLayout, Span, TensorSpec
 from pscore.model.sparse_slice import SparseSlice, by_tensor, entries, merge
 from tests.pscore.core_makers import as_dict, layouts, numbered, segments, spans
+from tests.tiers import examples
 
-many = settings(deadline=None, max_examples=100)
+many = settings(deadline=None, max_examples=examples(100))
 
 
 @st.composite

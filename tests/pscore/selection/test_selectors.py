@@ -14,8 +14,9 @@ from pscore.selection.host import rule_loops
 from pscore.selection.host.segments import HostSegments
 from pscore.selection.rule import deviation
 from tests.pscore import selection_reference as reference
+from tests.tiers import examples
 
-many = settings(deadline=None, max_examples=150)
+many = settings(deadline=None, max_examples=examples(150))
 
 # Few distinct magnitudes, so that ties, zeros and signed zeros are the rule.
 tied = st.lists(st.sampled_from([0.0, -0.0, 0.5, -0.5, 1.0, -1.0, 2.0, 1e-30, -3e38]), min_size=1, max_size=60)
@@ -122,7 +123,7 @@ start = st.sampled_from([{}, {"threshold": 0.0, "drift": 0.0}, {"threshold": 9.0
     start,
     st.integers(0, 2**16),
 )
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_the_rule_is_that_of_the_reference_bit_for_bit(n, kind, density, state, seed):
     """From no threshold and from thresholds far off; with ties, zeros, and a few that dwarf the rest."""
     rng, k = np.random.default_rng(seed), entries_for(n, density)

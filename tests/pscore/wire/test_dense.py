@@ -25,8 +25,9 @@ from pscore.wire.dense import (
 )
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from tests.tiers import examples
 
-many = settings(deadline=None, max_examples=150)
+many = settings(deadline=None, max_examples=examples(150))
 STREAMS = (pb.UploadModelRequest, pb.DownloadModelResponse, pb.PushSparseRequest, pb.PullDiffResponse)
 SIZES = st.integers(0, 3000) | st.sampled_from([4095, 4096, 16_384, 70_000])
 HEADS = st.builds(

@@ -15,8 +15,9 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.pscore.codec_makers import random_support, tail
 from tests.pscore.core_makers import as_dict, numbered, segments
+from tests.tiers import examples
 
-many = settings(deadline=None, max_examples=150)
+many = settings(deadline=None, max_examples=examples(150))
 chunk_sizes = st.integers(8, 2000)
 
 

@@ -5,9 +5,10 @@ from hypothesis import strategies as st
 
 from pscore.wire.generation import epoch, next_generation, sibling_generation
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from tests.tiers import examples
 
 generations = st.builds(lambda epoch, nonce: epoch << 32 | nonce, st.integers(0, 2**32 - 2), st.integers(0, 2**32 - 1))
-some = settings(deadline=None, max_examples=50)
+some = settings(deadline=None, max_examples=examples(50))
 
 
 @given(generations)

@@ -19,8 +19,9 @@ from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.pscore import rice_reference
 from tests.pscore.codec_makers import each_index_format, gap_lists, length_of, offsets_of, random_support
+from tests.tiers import examples
 
-many = settings(deadline=None, max_examples=100)
+many = settings(deadline=None, max_examples=examples(100))
 each_format = pytest.mark.parametrize("codec", each_index_format.values(), ids=each_index_format)
 
 

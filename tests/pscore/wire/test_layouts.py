@@ -12,8 +12,9 @@ from pscore.wire import layouts
 from pscore.wire.errors import ErrorCode, Rejected
 from pscore.wire.layouts import MOST_PACKED_BYTES, MOST_TENSORS, PIECE_BYTES, pack_layout, unpack_layout, unpacked
 from pscore.wire.v1 import parameter_server_pb2 as pb
+from tests.tiers import examples
 
-many = settings(deadline=None, max_examples=100)
+many = settings(deadline=None, max_examples=examples(100))
 F32 = torch.float32
 
 

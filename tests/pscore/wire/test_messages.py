@@ -11,6 +11,7 @@ from pscore.wire.messages import DATA_TYPES
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.packed import packed
 from tests.pscore.core_makers import layouts
+from tests.tiers import examples
 
 LAYOUT = ModelLayout(
     (TensorSpec("w", (2, 3), torch.float32, ("tied.w",)), TensorSpec("b", (), torch.bfloat16)),
@@ -24,7 +25,7 @@ def over_the_wire(layout):
 
 
 @given(layouts().filter(lambda layout: layout.size))
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 def test_a_layout_comes_back(layout):
     back = over_the_wire(layout)
     assert back == layout

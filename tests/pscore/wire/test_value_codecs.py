@@ -22,8 +22,9 @@ from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.pscore import bounded_reference
 from tests.pscore.codec_makers import each_value_format, squared_error, tail
 from tests.pscore.loop_makers import FORMS, run_as
+from tests.tiers import examples
 
-many = settings(deadline=None, max_examples=100)
+many = settings(deadline=None, max_examples=examples(100))
 each_format = pytest.mark.parametrize("codec", each_value_format.values(), ids=each_value_format)
 bounded = pytest.mark.parametrize("codec", [pb.VALUE_CODEC_INT8, pb.VALUE_CODEC_INT4], ids=["int8", "int4"])
 LARGEST = np.finfo(np.float32).max
@@ -226,7 +227,7 @@ def test_an_unknown_codec_is_refused(codec):
     st.sampled_from([1, 2, 255, 512, 513, 1100]),
     st.sampled_from(["normal", "zeros", "one", "alike", "tiny", "huge", "bits"]),
 )
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 def test_the_loops_compiled_and_as_python_give_the_bytes_and_values_of_the_reference(name, seed, count, kind):
     rng = np.random.default_rng(seed)
     values = rng.standard_normal(count).astype(np.float32)

@@ -16,8 +16,9 @@ from pscore.wire.dense import DenseReader, dense_chunk
 from pscore.wire.errors import ErrorCode
 from pscore.wire.v1 import parameter_server_pb2 as pb
 from tests.psservice.shard_makers import reason_of
+from tests.tiers import examples
 
-many = settings(deadline=None, max_examples=100)
+many = settings(deadline=None, max_examples=examples(100))
 each_word = pytest.mark.parametrize("dtype", WORDS.values(), ids=str)
 WITHIN = Span(100, 400)
 

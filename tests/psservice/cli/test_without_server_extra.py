@@ -30,6 +30,7 @@ def test_a_server_says_what_to_install(words):
     assert "Traceback" not in answer.stderr
 
 
+@pytest.mark.long
 def test_a_worker_and_the_commands_for_running_servers_need_none_of_them():
     answer = run(
         "import psclient; from psservice.cli.main import main\n"

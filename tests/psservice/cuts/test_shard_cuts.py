@@ -26,6 +26,7 @@ from psservice.rules.base import PushContext
 from psservice.settings import ShardSettings
 from tests.psservice.service_makers import BF16, F16, F32, bits, layout_of, segments_of
 from tests.psservice.shard_makers import reason_of
+from tests.tiers import examples
 
 FORM = ReaderForm(WireForm())
 CODECS = WireForm(allowed=frozenset(READABLE_INDEX_CODECS))
@@ -139,7 +140,7 @@ def written(model, values, reply, dtype=None):
     st.sampled_from([0.05, 10.0]),
     st.integers(0, 2**16),
 )
-@settings(deadline=None, max_examples=10)  # of each method
+@settings(deadline=None, max_examples=examples(10))  # of each method
 def test_from_any_version_a_reader_gets_the_values_at_the_cut(method, events, num_shards, ledger_multiple, seed):
     draw, steps, others = random.Random(seed), {}, []
     model = model_of(method, num_shards, num_shards - 1, ledger_multiple)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from pscore.wire.codecs.residue import UNKNOWN
 from psservice.cuts.stamps import Stamps
+from tests.tiers import examples
 
 SIZE = 40
 
@@ -34,7 +35,7 @@ class Model:
 
 @pytest.mark.long
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0, 1, 30, 254, 255, 256, 700]), st.sampled_from([1, 3, 20]))
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=examples(15))
 def test_what_has_changed_since_any_version_is_found_and_how_far_it_went(seed, versions, step):
     model = Model(seed, versions, step)
     all_changed = np.full(SIZE, True)

@@ -14,6 +14,7 @@ from pscore.wire.errors import ErrorCode, Rejected
 from psservice.data_leases.codec import from_plain, share_of, share_to_messages, to_plain
 from psservice.data_leases.dataset import MOST_DATASETS, MOST_RANGES, Dataset, Datasets, Epoch, Plan, SampleRequest
 from psservice.values import Identity
+from tests.tiers import examples
 
 ANNA, BERT, CARL = (Identity(name, "1") for name in ("anna", "bert", "carl"))
 EMPTY = Dataset(Plan(1, 0, False), 0, {})
@@ -167,7 +168,7 @@ class Workers(RuleBasedStateMachine):
 
 
 TestWorkers = pytest.mark.long(Workers.TestCase)
-TestWorkers.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestWorkers.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 
 
 def test_a_repeated_call_gets_the_same_share_and_no_other():

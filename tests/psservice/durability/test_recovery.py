@@ -31,6 +31,7 @@ from psservice.storage.journal_format import DamagedError
 from tests.psservice.service_makers import BF16, F16, F32, bits, layout_of, sparse_push
 from tests.psservice.shard_makers import ANNA, BERT, HOUR, join, lease, present, pull, push, reason_of, theta, upload
 from tests.system.tools import wait_until
+from tests.tiers import examples
 from verify.failpoint.copies import image
 
 BUFFERS = (TensorSpec("mean", (3,), F32), TensorSpec("half", (2,), F16), TensorSpec("count", (), torch.int64))
@@ -177,7 +178,7 @@ def perform(shard, script):
 
 
 @given(script=actions, keep=st.integers(1, 3))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_whatever_happened_the_next_server_is_where_the_last_one_was(script, keep, tmp_path_factory):
     directory = tmp_path_factory.mktemp("data") / "live"
     with Shard(directory, keep_snapshots=keep) as shard:
@@ -193,7 +194,7 @@ def test_whatever_happened_the_next_server_is_where_the_last_one_was(script, kee
 
 @pytest.mark.long
 @given(script=actions, cut=st.floats(0, 1))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 def test_a_journal_cut_anywhere_gives_the_model_at_some_version_that_was(script, cut, tmp_path_factory):
     directory = tmp_path_factory.mktemp("data") / "live"
     with Shard(directory) as shard:

@@ -16,7 +16,7 @@ from psservice.storage.files import Files
 from tests.psservice.durability.test_recovery import LAYOUT, START, Shard, after_a_crash, send, values
 from tests.psservice.service_makers import bits, sparse_push
 from tests.psservice.shard_makers import ANNA, BERT, UPLOAD, join, theta, upload
-from tests.tiers import long_but
+from tests.tiers import examples, long_but
 from verify.failpoint.copies import image
 
 ADAM = {"update": "torch", "optimizer": json.dumps({"name": "Adam", "options": {"lr": 0.01}})}
@@ -91,7 +91,7 @@ def play(shard, script, method_settings, steps):
 
 @pytest.mark.parametrize("name", long_but(list(REGIMES)[::5], REGIMES))
 @given(script=scripts, after=scripts)
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=examples(12))
 def test_the_next_server_goes_on_with_the_same_bits(name, script, after, tmp_path_factory):
     method_settings, options = REGIMES[name]
     directory = tmp_path_factory.mktemp("data") / "live"

@@ -12,6 +12,7 @@ from psservice.rules.base import PushContext
 from tests.psservice.feed_makers import FEED, changes, feed_of, whole, words
 from tests.psservice.service_makers import bits
 from tests.psservice.shard_makers import reason_of
+from tests.tiers import examples
 
 VALUES = words()
 
@@ -31,7 +32,7 @@ def stage(feed, update, base):
         max_size=8,
     )
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_words_are_the_ones_that_were_published_last(publications):
     feed, expected = feed_of(FeedShard, VALUES), VALUES.clone()
     for version, publication in enumerate(publications, start=1):

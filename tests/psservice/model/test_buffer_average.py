@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from pscore.model.buffers import pack, unpack
 from pscore.model.layout import TensorSpec
 from psservice.model.buffers import BufferAverage
+from tests.tiers import examples
 
 MEAN = TensorSpec("mean", (5,), torch.float32)
 COUNT = TensorSpec("count", (), torch.int64)
@@ -31,7 +32,7 @@ def test_before_any_contribution_it_is_the_upload():
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=8))
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 def test_with_one_worker_it_is_that_workers_buffers(samples):
     average = BufferAverage(SPECS, START)
     for step, count in enumerate(samples):
@@ -41,7 +42,7 @@ def test_with_one_worker_it_is_that_workers_buffers(samples):
 
 
 @given(st.lists(st.tuples(st.integers(1, 500), st.integers(1, 6)), min_size=1, max_size=20), st.integers(0, 2**16))
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 def test_with_many_it_is_the_moving_average_over_about_as_many_contributions(history, seed):
     generator = torch.Generator().manual_seed(seed)
     average, weight, mean = BufferAverage(SPECS, START), 0.0, torch.zeros(5, dtype=torch.float64)

@@ -16,9 +16,10 @@ from pscore.model.sparse_slice import SparseSlice
 from psservice.model import changelog
 from psservice.model.changelog import ChangeLog, _is_scanned, gather, union
 from psservice.rules.changed import changed_by
+from tests.tiers import examples
 
 SIZE = 40
-many = settings(deadline=None, max_examples=150)
+many = settings(deadline=None, max_examples=examples(150))
 
 supports = st.none() | st.sets(st.integers(0, SIZE - 1), max_size=SIZE)
 

@@ -18,6 +18,7 @@ from psservice.model.training_mode import TrainingMode
 from psservice.rules.base import PushContext
 from psservice.settings import ShardSettings
 from tests.psservice.service_makers import F32, bits, cloned, layout_of
+from tests.tiers import examples
 
 LAYOUT = layout_of(((20, 30), F32), (41, F32))
 SIZE = LAYOUT.size
@@ -86,7 +87,7 @@ def opened(model):
     st.lists(st.sampled_from([0.002, 0.05, 0.5, 1.0]) | st.sampled_from(["open", "close"]), max_size=14),
     st.integers(0, 2**16),
 )
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 def test_a_copy_is_the_state_at_its_version_whatever_is_pushed_meanwhile(method, events, seed):
     model, draw = model_of(method), random.Random(seed)
     for _ in range(19):  # an optimizer makes its state at the first step, and RMSprop scales its own at the 21st
@@ -109,7 +110,7 @@ def test_a_copy_is_the_state_at_its_version_whatever_is_pushed_meanwhile(method,
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 300))), st.integers(0, 2**16))
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 def test_a_copy_that_is_read_in_parts_is_the_tensor_as_it_was(steps, seed):
     generator, owner = torch.Generator().manual_seed(seed), CopyOnWrite()
     tensor = torch.randn(1000, generator=generator)

@@ -26,6 +26,7 @@ from tests.psservice.shard_makers import (
     theta,
     with_clock,
 )
+from tests.tiers import examples
 
 LAYOUT = layout_of((6, F32), (4, F32))
 ZEROS = torch.zeros(10)
@@ -92,7 +93,7 @@ def test_a_worker_alone_is_never_held_back():
 
 
 @given(st.integers(1, 4), st.lists(st.tuples(st.sampled_from(WORKERS), st.booleans()), max_size=30))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 def test_nothing_staler_than_the_cut_off_is_applied_and_everything_else_is(most, schedule):
     with serving(LAYOUT, ZEROS, max_staleness=most) as shard:
         for who in WORKERS[1:]:
@@ -141,7 +142,7 @@ moves = st.lists(
 
 
 @given(st.integers(1, 4), moves)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_no_worker_is_ever_further_ahead_and_the_slowest_is_never_held_back(bound, schedule):
     with serving(LAYOUT, ZEROS, ssp_bound=bound) as shard:
         clock, model, steps = with_clock(shard), {ANNA: 0}, dict.fromkeys(WORKERS, 0)

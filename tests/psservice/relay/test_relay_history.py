@@ -12,6 +12,7 @@ from pscore.wire.errors import Rejected
 from tests.psservice.durability.test_recovery import LAYOUT, START, values
 from tests.psservice.feed_makers import FEED, words
 from tests.psservice.relay_makers import MadeSource, RelayHistory
+from tests.tiers import examples
 
 SOURCES = {
     "run": lambda: MadeSource(LAYOUT, values().half().bfloat16().float(), shards=2),
@@ -62,7 +63,7 @@ def act(history, what, seed):
 
 @pytest.mark.parametrize("kind", SOURCES)
 @given(script=steps)
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 def test_a_relay_has_a_cut_of_its_source_whole_and_so_has_its_replay(kind, script):
     history = RelayHistory(SOURCES[kind]())
     staged = published = None

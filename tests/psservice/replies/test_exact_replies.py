@@ -32,6 +32,7 @@ from tests.psservice.service_makers import (
     sparse_push,
     writing,
 )
+from tests.tiers import examples
 
 LAYOUTS = {
     "fp32": layout_of((40, F32), ((3, 5), F32)),
@@ -47,7 +48,7 @@ schedules = st.lists(st.sampled_from([0.02, 0.1, 0.5, 1.0]) | st.just("pull") | 
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("num_shards", [1, 2])
 @given(schedule=schedules, seed=st.integers(0, 2**16), ledger_multiple=st.sampled_from([0.05, 1.0, 100.0]))
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=examples(15))
 def test_an_exact_pull_makes_the_replica_bit_identical(kind, num_shards, schedule, seed, ledger_multiple):
     layout = LAYOUTS[kind]
     values = torch.randn(layout.size, generator=torch.Generator().manual_seed(seed))
@@ -186,7 +187,7 @@ late_pushes = st.lists(st.sampled_from([0.0, 0.02, 0.3, 1.0, "dense"]), max_size
     form=st.sampled_from(FORMS),
     seed=st.integers(0, 2**16),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_pushes_while_the_values_are_read_are_part_of_the_reply(
     asked, while_reading, before_the_version, base, image, form, seed
 ):

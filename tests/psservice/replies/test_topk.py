@@ -17,9 +17,9 @@ from psservice.replies import reply_loops
 from psservice.replies.reply_loops import LINE, WORD
 from psservice.replies.topk import DifferenceSelection, SelectedEntries, Sent, Table, TopKSettings, add_at
 from tests.pscore.loop_makers import FORMS, run_as
-from tests.tiers import long_but
+from tests.tiers import examples, long_but
 
-many = settings(deadline=None, max_examples=100)
+many = settings(deadline=None, max_examples=examples(100))
 
 
 def layout_of(sizes):

@@ -36,6 +36,7 @@ from tests.psservice.service_makers import (
     topk,
     writing,
 )
+from tests.tiers import examples
 
 LAYOUTS = [layout_of((9, F32), (12, F32)), layout_of((5, F32), (7, BF16), (9, F16), (1, F32)), layout_of((1, BF16))]
 
@@ -151,7 +152,7 @@ class TopKWorker(RuleBasedStateMachine):
 
 
 TestTopKWorker = pytest.mark.long(TopKWorker.TestCase)
-TestTopKWorker.settings = settings(deadline=None, max_examples=120, stateful_step_count=25)
+TestTopKWorker.settings = settings(deadline=None, max_examples=examples(120), stateful_step_count=25)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from psservice.rules.base import PushContext
 from tests.psservice.scaled_makers import SIZE, random, rule_of
 from tests.psservice.scaled_makers import said as said_of
 from tests.psservice.service_makers import bits, cloned
+from tests.tiers import examples
 
 said = partial(said_of, "RMSprop")
 
@@ -59,7 +60,7 @@ def test_the_steps_are_those_of_torch(alpha, density):
 
 
 @given(st.integers(0, 2**16), st.sampled_from([0.05, 0.4, 1.0]), st.sampled_from([0.5, 0.99]))
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 def test_the_loop_has_the_bits_of_torch_s_operations_on_a_device_and_of_python(seed, density, alpha):
     left, right = random(seed), random(seed)
     squares, others = random(seed + 1).abs(), random(seed + 1).abs()

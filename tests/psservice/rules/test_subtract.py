@@ -10,11 +10,12 @@ from pscore.model.sparse_slice import SparseSlice
 from pscore.wire.errors import Rejected
 from psservice.rules.subtract import Subtract
 from tests.pscore.loop_makers import FORMS, run_as
+from tests.tiers import examples
 
 
 @pytest.mark.parametrize("form", FORMS)
 @given(st.integers(1, 400), st.floats(0, 1), st.sampled_from([1.0, 1e30, 3e38]), st.integers(0, 2**16))
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 def test_entries_are_subtracted_or_all_are_refused(form, n, density, scale, seed):
     generator = torch.Generator().manual_seed(seed)
     x, values = torch.randn(2, n, generator=generator)

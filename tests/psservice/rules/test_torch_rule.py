@@ -16,6 +16,7 @@ from psservice.replies.reply_session import ReplyMode
 from psservice.rules.optimizer_settings import ELEMENTWISE, LAZY, optimizers, schedulers
 from tests.psservice.service_makers import F32, bits, cloned, layout_of
 from tests.psservice.shard_makers import ANNA, join, open_shards, pull, push, theta, upload
+from tests.tiers import examples
 
 LAYOUT = layout_of(((3, 4), F32), (5, F32), ((2, 2), F32))
 SHAPES = [spec.shape for spec in LAYOUT.parameters]
@@ -198,7 +199,7 @@ def test_one_that_looks_at_whole_tensors_refuses_cut_ones():
         st.lists(st.booleans(), min_size=LAYOUT.size, max_size=LAYOUT.size).map(torch.tensor), min_size=1, max_size=5
     )
 )
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=examples(15))
 def test_lazy_steps_change_what_was_sent_and_nothing_else(name, masks):
     """With every entry sent it is the plain optimizer; entries that are never sent keep their value and no state."""
     options = {"momentum": 0.9} if name in ("SGD", "RMSprop") else {}
@@ -261,7 +262,7 @@ def test_groups_have_their_own_options_and_what_is_in_none_stays():
     exponents=st.lists(st.integers(-40, 18), min_size=LAYOUT.size, max_size=LAYOUT.size),
     steps=st.integers(1, 4),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_no_gradient_that_is_taken_leads_out_of_fp32(name, exponents, steps):
     server, theta = rule(said(name), some_values())
     gradient = 10.0 ** torch.tensor(exponents, dtype=torch.float32) * some_values(1).sign()

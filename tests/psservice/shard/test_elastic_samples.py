@@ -29,6 +29,7 @@ from tests.psservice.shard_makers import (
     serving_shards,
     with_clock,
 )
+from tests.tiers import examples
 
 LAYOUT = layout_of((50, F32))
 SIZE = 40
@@ -154,7 +155,7 @@ scripts = st.lists(
 
 
 @given(script=scripts)
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=examples(15))
 def test_after_every_crash_the_same_samples_are_in_the_same_hands(script, tmp_path_factory):
     directory = tmp_path_factory.mktemp("data") / "live"
     life = Shard(directory)

@@ -32,6 +32,7 @@ from tests.psservice.shard_makers import (
     upload,
     with_clock,
 )
+from tests.tiers import examples
 
 LAYOUT = layout_of((6, F32), (4, F32))
 CARL = Identity("carl", "1")
@@ -373,7 +374,7 @@ def assert_same_models(again, shard):
 
 @pytest.mark.long
 @given(script=scripts)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 def test_whatever_happened_a_restart_finds_every_model_and_every_open_round(script, tmp_path_factory):
     directory = tmp_path_factory.mktemp("data") / "live"
     with Shard(directory) as shard:

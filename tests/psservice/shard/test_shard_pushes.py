@@ -30,6 +30,7 @@ from tests.psservice.shard_makers import (
     theta,
     with_clock,
 )
+from tests.tiers import examples
 
 LAYOUT = layout_of((6, F32), (4, F32))
 ZEROS = torch.zeros(10)
@@ -49,7 +50,7 @@ def test_a_push_is_subtracted_and_counted(shard):
 
 
 @given(st.lists(st.tuples(st.sampled_from([ANNA, BERT]), st.integers(1, 4)), max_size=25))
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 def test_each_identity_is_applied_exactly_once(schedule):
     with serving(LAYOUT, ZEROS) as shard:
         join(shard, LAYOUT, BERT)
@@ -182,7 +183,7 @@ pushes = st.lists(st.dictionaries(st.integers(0, 9), st.floats(-10, 10, width=32
 
 @pytest.mark.long
 @given(pushes, st.integers(2, 4), st.integers(0, 2**16))
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 def test_several_shards_are_one_bit_for_bit(history, num_shards, seed):
     values = torch.randn(10, generator=torch.Generator().manual_seed(seed))
     with serving(LAYOUT, values) as whole, serving_shards(num_shards, LAYOUT, values) as shards:

@@ -37,7 +37,7 @@ from tests.psservice.relay_makers import MadeSource, RelayHistory
 from tests.psservice.service_makers import sparse_push
 from tests.psservice.shard_lives import Lives
 from tests.psservice.shard_makers import join, present, pull, upload
-from tests.tiers import long_but
+from tests.tiers import examples, long_but
 
 LEASE_SECONDS = 20.0
 NAMES = ("anna", "bert", "cleo")
@@ -219,7 +219,7 @@ def quiet(caplog):
 
 @pytest.mark.parametrize("mode", long_but(list(MODES)[::4], MODES))
 @given(script=actions)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 def test_a_history_that_was_lived_is_the_one_that_is_replayed(mode, script):
     history = History(MODES[mode])
     for number, action in enumerate(script):

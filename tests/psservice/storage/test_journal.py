@@ -15,8 +15,9 @@ from psservice.storage.files import DISK, StorageError
 from psservice.storage.journal import Journal, SegmentReader, segment_numbers, segment_path
 from psservice.storage.journal_format import HEAD_BYTES, Body, DamagedError
 from psservice.storage.lock_file import LockFile
+from tests.tiers import examples
 
-many = settings(deadline=None, max_examples=60)
+many = settings(deadline=None, max_examples=examples(60))
 bodies = st.lists(st.tuples(st.integers(0, 9), st.lists(st.binary(max_size=200), max_size=3)), max_size=12)
 
 
@@ -40,7 +41,7 @@ def read(path: Path):
 
 @pytest.mark.parametrize("fsync", ["always", "interval", "never"])
 @given(records=bodies)
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=examples(15))
 def test_what_was_appended_is_read_back_in_order(fsync, records, tmp_path_factory):
     path = write(tmp_path_factory.mktemp("journal"), records, fsync)
     assert read(path) == ([(kind, b"".join(parts)) for kind, parts in records], None)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from psservice.model.training_mode import GroupSettings
 from psservice.wagma.group_rounds import Frozen, GroupRounds
 from tests.psservice.shard_makers import Clock
+from tests.tiers import examples
 
 PAIRS = GroupSettings(size=2, tau=3)
 ALL = ("a", "b", "c", "d")
@@ -147,7 +148,7 @@ histories = st.lists(
 
 
 @given(histories, st.sampled_from([0, 2, 3]), st.integers(0, 4))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_whatever_comes_and_goes_nobody_waits_for_ever_and_a_copy_goes_on_alike(history, size, tau):
     rounds, clock = rounds_of("a", settings_=GroupSettings(size=size, tau=tau))
     steps = {"a": 0}

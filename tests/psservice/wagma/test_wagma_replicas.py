@@ -12,6 +12,7 @@ from psservice.rules.base import RuleState
 from tests.psservice.group_makers import LAYOUT, SIZE, all_push, dense, freeze_due, grouped, models, settings_of, sparse
 from tests.psservice.service_makers import bits, cloned
 from tests.psservice.shard_makers import Clock
+from tests.tiers import examples
 
 
 def names(count):
@@ -41,7 +42,7 @@ def test_at_rate_zero_the_consensus_is_reached_in_as_many_rounds_as_digits(size,
 
 
 @given(st.integers(1, 9), st.sampled_from([0, 2, 3]), st.integers(0, 3), st.integers(0, 99))
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 def test_the_mean_moves_by_the_mean_of_the_updates_when_all_are_on_time(count, size, tau, seed):
     workers = names(count)
     shard = grouped(settings_of(size, tau), *workers, values=random(seed))
@@ -196,7 +197,7 @@ events = st.lists(
 
 
 @given(events, st.sampled_from(["replace", "paper"]), st.integers(0, 60))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_a_copy_made_at_any_moment_goes_on_to_the_same_bits(history, late, cut):
     clock, chosen = Clock(), settings_of(2, 3, late)
     shard = grouped(chosen, "a", "b", clock=clock)

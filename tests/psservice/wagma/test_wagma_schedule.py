@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pscore.wire.errors import ErrorCode, Rejected
 from psservice.model.training_mode import GroupSettings
 from psservice.wagma.schedule import StepTimes, cut, default_size, groups_of
+from tests.tiers import examples
 
 
 def names(count):
@@ -23,7 +24,7 @@ def averaged(models, groups):
 
 @pytest.mark.parametrize(("size", "digits"), [(2, 1), (2, 2), (2, 4), (3, 3), (4, 2), (8, 2)])
 @given(first=st.integers(0, 50), seed=st.integers(0, 2**16))
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=examples(10))
 def test_without_updates_as_many_rounds_as_digits_reach_the_consensus(size, digits, first, seed):
     workers = names(size**digits)
     models = {worker: math.sin(seed + 7 * rank) for rank, worker in enumerate(workers)}
@@ -34,7 +35,7 @@ def test_without_updates_as_many_rounds_as_digits_reach_the_consensus(size, digi
 
 
 @given(st.integers(1, 5), st.integers(0, 5), st.integers(0, 60), st.integers(0, 2**16))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_groups_of_powers_of_two_are_full_and_mix_in_as_few_rounds_as_the_bits_need(bits, more, first, seed):
     size, workers = 2**bits, names(2 ** (bits + more))
     models = {worker: math.sin(seed + 7 * rank) for rank, worker in enumerate(workers)}

@@ -102,6 +102,7 @@ def test_a_slow_pull_keeps_no_push_out_and_counts_what_is_kept_for_it():
         wait_until(lambda: metric(server, IN_FLIGHT) == 0)
 
 
+@pytest.mark.long
 def test_while_what_is_kept_exceeds_the_share_of_answers_no_copy_is_opened_and_pushes_go_on():
     with LocalServer(down_mode="exact", memory_bytes=9 * LARGE, compute_threads=1) as server:
         w0, w1 = member(server, LARGE), member(server, LARGE)

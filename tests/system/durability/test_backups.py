@@ -136,6 +136,7 @@ def test_a_worker_that_was_ahead_of_the_backup_pulls_everything(run, capsys):
     assert_same_parameters(run.model, run.server.server)
 
 
+@pytest.mark.long
 def test_a_pinned_checkpoint_stays_until_it_is_deleted(run, capsys):
     pinned = done(capsys, "create", run.server.server)[0]["checkpoint"]
     done(capsys, "pin", pinned, run.server.server)

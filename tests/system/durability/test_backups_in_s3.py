@@ -7,6 +7,8 @@ from tests.stored_backups import NAME, files_below, store_with_backup
 from tests.system.durability.test_backups import Run, command, done
 from tests.system.s3_server import SECRET, USER, s3_server
 
+pytestmark = pytest.mark.xdist_group("s3")
+
 BUCKET = "backups"
 
 

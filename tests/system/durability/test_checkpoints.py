@@ -84,6 +84,7 @@ def test_what_is_between_a_named_checkpoint_and_the_rest_is_refused_by_its_versi
     assert run(capsys, "restore", server.server, "--version", "1")[0] == 0, "that of the named one"
 
 
+@pytest.mark.long
 def test_a_server_with_a_named_checkpoint_recovers_from_the_newest(shards, capsys):
     server, model, optimizer, train = shards
     run(capsys, "checkpoint", "create", server.server, "--name", "old")
@@ -172,6 +173,7 @@ def test_drain_and_stop_leaves_one_snapshot_of_its_version(tmp_path, capsys):
         assert run(capsys, "restore", server.server, "--checkpoint", checkpoint)[0] == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("to", "target"), [("checkpoint", "good"), ("version", "1")])
 def test_a_restore_that_one_shard_cannot_do_takes_no_shard_back(to, target, shards, tmp_path, capsys):
     server, model, _, train = shards

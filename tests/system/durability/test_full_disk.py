@@ -119,6 +119,7 @@ def test_a_full_disk_is_logged_when_it_begins_and_when_it_ends_and_not_for_each_
         assert lines("cannot be written down") == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fsync", ["always", "interval"])
 def test_pushes_are_made_durable_where_no_file_descriptor_is_left(fsync, tmp_path):
     with training(tmp_path, fsync=fsync, fsync_interval_seconds=0.02) as (server, optimizer, model):

@@ -221,6 +221,7 @@ def test_copies_of_one_checkpoint_raise_no_alarm(run, tmp_path, capsys, caplog):
     assert LOST not in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_one_lost_shard_and_a_named_checkpoint_take_all_shards_to_one_moment(run, tmp_path, capsys):
     run.train_until_known()
     assert main(["checkpoint", "create", *run.server.addresses, "--name", "nightly", "--output=json"]) == 0
@@ -245,6 +246,7 @@ def test_one_lost_shard_and_a_named_checkpoint_take_all_shards_to_one_moment(run
     run.train_until_known()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("directory", ["an older copy", "empty"])
 def test_a_shard_that_was_replaced_takes_no_part_in_a_checkpoint_that_was_announced_before(directory, run, tmp_path):
     run.train_until_known()

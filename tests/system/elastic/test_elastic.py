@@ -191,6 +191,7 @@ def test_epochs_gives_what_comes_back_in_another_pass(server):
         assert stays.trained + gone.trained == times(1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("overlap", [False, True])
 def test_epochs_sends_again_what_was_refused_at_the_end(overlap):
     with LocalServer(down_mode="exact", max_staleness=1) as server, Worker(server, overlap=overlap) as worker:
@@ -263,6 +264,7 @@ def test_a_killed_server_hands_out_nothing_twice(tmp_path):
         assert worker.held() == 0
 
 
+@pytest.mark.long
 def test_a_server_that_kept_nothing_goes_on_in_the_workers_epoch():
     with LocalServer(down_mode="exact") as server, Worker(server) as worker:
         worker.one_pass()

@@ -89,6 +89,7 @@ def test_a_model_of_which_each_process_has_a_part_is_refused_by_all_of_them_at_o
                 assert message.startswith("'0.weight'") or kind.startswith("FSDP") or "bare" in method
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loader", [0, 1])
 def test_a_node_has_the_model_that_its_leader_has(loader, tmp_path):
     with LocalServer(down_mode="exact") as server:

@@ -29,6 +29,7 @@ def little_of_other_tests():
     gc.collect()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("shards", long_but([2], [1, 2]))
 def test_its_worker_leaves_and_its_threads_end(shards, overlap):

@@ -28,7 +28,7 @@ _WAIT_SECONDS = 120.0
 _MOST_GROWTH = 30
 """Threads, and open files, that a worker may have more of after any number of restarts: channels of three shards."""
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("hosts")]
 
 
 class Worker:

@@ -102,6 +102,7 @@ def test_a_line_that_is_silent_for_longer_than_a_lease_loses_nothing_of_an_uploa
             assert_same_parameters(model, served.server)
 
 
+@pytest.mark.long
 def test_nor_does_one_to_several_shards_of_which_one_has_its_part_already(tmp_path):
     model, path = big_model(), tmp_path / "log"
     with (

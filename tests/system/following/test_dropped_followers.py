@@ -120,6 +120,7 @@ def test_it_may_be_dropped_in_its_own_thread(run, is_cycle):
     assert readers(run.server) == []
 
 
+@pytest.mark.long
 def test_a_transfer_ends_with_its_follower():
     model, module = torch.nn.Linear(400, 300), torch.nn.Linear(400, 300)
     half, before = 2 * 300 * 401, parameters_of(module)

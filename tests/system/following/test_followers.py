@@ -30,6 +30,7 @@ from tests.system.tools import QUICK, make_model, wait_until
 from tests.tiers import long_but
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shards", long_but([2], [1, 2]))
 def test_a_module_and_a_directory_have_every_version_whole_and_soon_the_newest(tmp_path, shards):
     module, wrong = make_model(1), []

@@ -179,6 +179,7 @@ def test_many_compiled_models_do_not_share_a_limit(optimizer):
         made.close()
 
 
+@pytest.mark.long
 def test_inside_distributed_and_data_parallel_a_batch_counts_once(optimizer, tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:

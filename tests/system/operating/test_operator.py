@@ -250,6 +250,7 @@ def test_ctrl_c_ends_a_command_that_waits(two_shards):
     assert "Traceback" not in printed
 
 
+@pytest.mark.long
 def test_no_shard_goes_back_if_one_cannot_write_the_older_model_down(tmp_path, capsys):
     with LocalServer(shards=2, data_dir=tmp_path) as server:
         model = make_model(batch_norm=False)

@@ -111,6 +111,7 @@ def test_health_is_that_of_all_shards(tmp_path, capsys):
         wait_until(lambda: is_healthy(command))
 
 
+@pytest.mark.long
 def test_the_end_of_the_command_is_the_end_of_all_and_another_number_is_told_what_to_do(tmp_path, capsys):
     data = tmp_path / "data"
     with serving(tmp_path / "log", data_dir=data) as command:

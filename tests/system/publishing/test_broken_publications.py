@@ -61,6 +61,7 @@ def fail():
     raise BrokenError
 
 
+@pytest.mark.long
 def test_what_is_staged_and_never_published_is_nobodys(server, monkeypatch):
     tensors = odd_tensors()
     first, module = {name: tensor.clone() for name, tensor in tensors.items()}, Holder(tensors)
@@ -280,6 +281,7 @@ def test_a_version_that_a_shard_lacks_is_not_restored_from_an_older_history(serv
         assert same_bits(psclient.download(server.addresses), tensors)
 
 
+@pytest.mark.long
 def test_a_feed_that_goes_back_is_published_whole(server):
     tensors = odd_tensors()
     module, versions = Holder(tensors), []

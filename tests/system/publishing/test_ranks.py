@@ -22,6 +22,7 @@ def test_the_blocks_of_all_ranks_are_one_version_bit_by_bit(tmp_path, shards):
     assert all(0 < changed < size / 3 for _, changed, _ in found[0][1:])
 
 
+@pytest.mark.long
 def test_the_guides_loop_publishes_from_ranks(tmp_path):
     with LocalServer() as server:
         assert launch("run_the_guides_loop", 4, tmp_path, server.server) == [True] * 4

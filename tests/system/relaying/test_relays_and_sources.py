@@ -168,6 +168,7 @@ def garbage():
         server.stop(0)
 
 
+@pytest.mark.long
 def test_a_source_that_answers_nonsense_is_logged_once_with_a_next_step(tmp_path, capsys):
     log = tmp_path / "log"
     with (
@@ -218,6 +219,7 @@ def test_a_ring_of_two_relays_is_refused_by_both(tmp_path, capsys):
     assert "leads back to this relay itself" in log.read_text()
 
 
+@pytest.mark.long
 def test_a_first_reader_of_a_type_gets_what_is_here_while_a_shard_fetches(tmp_path, capsys):
     with ExitStack() as stack:
         source = stack.enter_context(LocalServer(shards=2, cut_seconds=0.02))

@@ -23,6 +23,8 @@ from tests.system.sharding.shard_scenarios import (
 )
 from tests.system.tools import QUICK, wait_until
 
+pytestmark = pytest.mark.xdist_group("ranks")
+
 TWO = (
     "asgd",
     "adamw",

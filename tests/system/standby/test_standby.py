@@ -150,6 +150,7 @@ def test_a_standby_that_was_killed_goes_on_where_it_was(tmp_path, capsys):
         assert counted(second.server) == steps
 
 
+@pytest.mark.long
 def test_a_standby_follows_another_model_and_a_restore(tmp_path):
     with (
         primary(tmp_path, replicate="ack") as first,

@@ -55,6 +55,7 @@ METHODS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", long_but(list(METHODS)[:2], METHODS))
 def test_a_dense_method_is_answered_exactly_where_a_step_touches_a_part_of_the_model(method):
     losses = {}

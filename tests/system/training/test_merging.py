@@ -41,6 +41,7 @@ def every_grouping(count):
         yield tuple(range(count - end, count - start) for start, end in itertools.pairwise(cuts))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_was_accumulated_is_applied_or_held_through_groups_that_change_at_every_step(overlap):
     shuffled = random.Random(0).sample(list(every_grouping(len(SIZES))), 20)

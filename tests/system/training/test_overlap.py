@@ -237,6 +237,7 @@ def test_what_does_not_go_together_is_said(server):
         optimizer.step()
 
 
+@pytest.mark.long
 def test_several_workers_overlap_against_one_server():
     with LocalServer(down_mode="auto") as server:
         models = [make_model(i, batch_norm=False) for i in range(3)]

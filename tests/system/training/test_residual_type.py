@@ -39,6 +39,7 @@ def trained(kind, server, settings, steps=60, state=None):
         return losses, optimizer.state_dict()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", MEMORIES, ids=lambda kind: kind.__name__)
 def test_a_worker_with_half_the_memory_trains_as_well(kind):
     with LocalServer(down_mode="exact") as server, LocalServer(down_mode="exact") as other:

@@ -17,6 +17,7 @@ def rmsprop(mine, **options):
     return psclient.ServerRMSprop(mine.parameters(), **({"model": mine, "settings": QUICK, "lr": 0.01} | options))
 
 
+@pytest.mark.long
 def test_a_restarted_server_has_the_same_bits_as_one_that_was_not(tmp_path):
     models = [model(), model()]
     for mine, kills in zip(models, (True, False), strict=True):

@@ -93,6 +93,7 @@ def test_with_overlap_rows_leave_during_backward(server):
     assert_same_parameters(model, server.server)
 
 
+@pytest.mark.long
 def test_rmsprop_applies_the_decay_of_its_squares_when_a_row_is_touched_again():
     models = [Tower(sparse) for sparse in (False, True)]
     for model in models:

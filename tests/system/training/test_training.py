@@ -82,6 +82,7 @@ def test_two_shards_give_the_same_parameters_as_one():
         assert torch.equal(tensor, two[name]), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", long_but([torch.float32], [torch.float32, torch.bfloat16]))
 def test_topk_replies_train_too(dtype):
     with LocalServer(down_mode="topk", down_density=0.1, down_dense_below=0) as server:
@@ -142,6 +143,7 @@ def test_buffers_are_averaged_and_shared_or_stay_with_the_worker(policy):
             assert ("1.running_mean" in state) == (policy == "local")
 
 
+@pytest.mark.long
 def test_a_model_larger_than_a_message_arrives_whole():
     with LocalServer(shards=2, chunk_bytes=64 * 1024) as server:
         model = torch.nn.Linear(1500, 1000)  # 6 MB; messages are 64 KiB

@@ -142,6 +142,7 @@ def test_four_workers_learn_the_task_together(options):
         assert min(worker.accuracy() for worker in workers) > 0.85
 
 
+@pytest.mark.long
 def test_a_stopped_worker_holds_the_others_up_at_a_global_round_and_nowhere_else():
     tau = 9
     with LocalServer(lease_seconds=60) as server:
