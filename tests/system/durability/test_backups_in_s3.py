@@ -37,6 +37,7 @@ def bucket(endpoint, monkeypatch):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)  # the store's four servers start first
 def test_a_run_goes_on_from_a_bucket(bucket, tmp_path, capsys):
     run, url = Run(tmp_path), f"s3://{BUCKET}/runs/one"
     with run.server:
