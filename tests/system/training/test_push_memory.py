@@ -12,6 +12,7 @@ ELEMENTS = 40_000_000
 SPARE = 40 << 20  # bytes of messages under way, of a piece that is encoded, and of what a first step of this size loads
 
 
+@pytest.mark.executes_python  # a fork's C library does not read the variable again
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak cannot be reset here")
 def test_a_dense_push_takes_at_most_one_and_a_half_times_its_bytes():
     at_once = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"}  # what is freed does not count
