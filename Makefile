@@ -59,7 +59,7 @@ quickstart: $(QUICKSTART_STAMP) ## Train a small model with a server and workers
 examples: venv ## Run every example on small data, kill and resume the long ones; QUICK=1 takes under ten minutes
 	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m tools.run_examples $(if $(QUICK),--quick) $(ARGS)
 
-test: venv ## Run the tests but the long ones, in about eight minutes on two cores; LONG=1 runs all of them
+test: venv ## Run the tests but the long ones, in about nine minutes on two cores; LONG=1 runs all of them
 	@$(TEST_ENVIRONMENT) $(VENV)/bin/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal $(if $(LONG),--long) $(ARGS)
 
 container-test: venv ## Build the image and train in its containers, from the manifests; as root, with podman (status 77: cannot be run here)
