@@ -6,7 +6,7 @@ import torch
 from pscore.model.layout import Span
 from pscore.model.sparse_slice import SparseSlice
 from pscore.selection import SELECTORS
-from pscore.selection.host.rounding import narrowed, widened
+from pscore.selection.host.rounding import narrowed
 from pscore.selection.host.segments import HostSegments, first_not_finite
 from pscore.wire.codecs.names import INDEX_CODECS, VALUE_CODECS
 from pscore.wire.frames import WireForm, decode, encode
@@ -34,6 +34,6 @@ def warm_up_selection() -> None:
     rows["gradient"], rows["start"], rows["searched"] = gradient.ctypes.data, (0, _SIZE), True
     segments.want(wanted)
     first_not_finite(rows["gradient"].copy(), rows["gradient_kind"].copy(), sizes)
-    widened(narrowed(memory, 0))
+    narrowed(memory, 0)
     for selector in SELECTORS.values():
         segments.select(1.0, memory, nothing, {0: {}, 1: {}}, selector)

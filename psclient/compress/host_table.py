@@ -116,7 +116,11 @@ class Places(NamedTuple):
 
 
 class Filled:
-    """The rows of a table, of :data:`~pscore.selection.host.segments.ROW` or more; filled anew in each step."""
+    """The rows of a table, of :data:`~pscore.selection.host.segments.ROW` or more; filled anew in each step.
+
+    Attributes:
+        span: of the slices, and of the memories in which each tensor starts somewhere.
+    """
 
     def __init__(self, places: Places, rows: NDArray[Any]) -> None:
         self._positions: tuple[int, ...] = tuple(places.positions.tolist())

@@ -419,12 +419,10 @@ class Selector:
         if on_host.size:
             self.memories.require("residual", tuple(on_host.tolist()))
             part = self.memories.stored("residual")[start:end]
-            where: slice | Integers = slice(None) if offsets is None else offsets
+            where, back = slice(None) if offsets is None else offsets, returned
             if on_host.size < found.size:
                 mine = np.repeat(self._on_host[touched.start : touched.stop], counts)
                 where, back = np.flatnonzero(mine) if offsets is None else offsets[mine], returned[mine]
-            else:
-                back = returned
             part[where] = self.memories.kept(self.memories.read(part[where]) + back)
         for device, kernels in self._kernels.items():
             targets = np.zeros(len(self._model.parameters), TARGET)

@@ -10,6 +10,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -266,10 +267,8 @@ _claims: list[tuple[Claim, "weakref.ref[Lifecycle]"]] = []
 
 def _predecessors(claim: Claim) -> list[tuple[str, Owner]]:
     """Return :func:`_earlier_ones`; before a refusal, optimizers that nobody uses any more are collected."""
-    try:
+    with suppress(ConfigurationError):  # whose traceback would keep the other one alive
         return _earlier_ones(claim)
-    except ConfigurationError:
-        pass  # its traceback would keep the other one alive
     gc.collect()
     return _earlier_ones(claim)
 

@@ -72,7 +72,7 @@ class Agreement:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are numbers or words, and those of mappings and sequences of such."""
+    """Return the values that are numbers or words, and those of mappings of such."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, np.number) or (isinstance(value, torch.Tensor) and value.numel() == 1):

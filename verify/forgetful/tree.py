@@ -60,10 +60,6 @@ class Node:
     number: int
     mode: int
 
-    def sync(self) -> None:
-        """Make the contents durable."""
-        raise NotImplementedError
-
 
 @dataclass(slots=True)
 class File(Node):
@@ -92,6 +88,7 @@ class File(Node):
         self._pending.append(change)
 
     def sync(self) -> None:
+        """Make the contents durable."""
         for change in self._pending:
             change.apply(self._durable)
         self._pending.clear()
@@ -129,9 +126,6 @@ class Directory(Node):
 
     entries: dict[str, Node] = field(default_factory=dict)
     durable: dict[str, Node] = field(default_factory=dict)
-
-    def sync(self) -> None:
-        raise NotImplementedError("the tree knows the changes of names")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from pscore.selection.host import segments
-from pscore.selection.host.segments import KINDS
+from pscore.selection.host.segments import KINDS, numbered
 from pscore.selection.host.threads import in_parallel, parts_of
 from pscore.selection.rule import Integers, Reals
 
@@ -101,10 +101,14 @@ class SideStream:
         return host, self._stream.record_event()
 
 
+def _aligned(size: int) -> int:
+    return -(-size // 16) * 16
+
+
 def to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
     """Copy arrays to a device in the current stream, all in one copy from pinned memory; int8 ``[bytes]`` each."""
     flat = [torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.int8)) for array in arrays]
-    ends = np.cumsum([-(-each.numel() // 16) * 16 for each in flat]).tolist()
+    ends = np.cumsum([_aligned(each.numel()) for each in flat]).tolist()
     packed = torch.empty(ends[-1], dtype=torch.int8, device="cpu", pin_memory=device.type == "cuda")
     places = [slice(start, start + each.numel()) for start, each in zip([0, *ends], flat, strict=False)]
     for place, each in zip(places, flat, strict=True):
@@ -121,21 +125,14 @@ class Pieces:
 
     def __init__(self, sizes: Integers, starts: Integers, block: int, device: torch.device) -> None:
         counts = -(-sizes // block)
-        self.of_rows, self.rows, first = _cut(counts)
+        self.of_rows, self.rows, first = numbered(counts)
         self.starts = starts[self.rows] + first * block
-        self.parts_of_rows, of_parts, number = _cut(-(-counts // _TILE))
+        self.parts_of_rows, of_parts, number = numbered(-(-counts // _TILE))
         self.parts = of_parts.size
         low = number * _TILE
         of_part = np.stack([of_parts, self.of_rows[of_parts] + low, np.minimum(_TILE, counts[of_parts] - low)], 1)
         pieces, parts = to_device([np.stack([self.rows, first * block], 1), of_part], device)
         self.table, self.part_table = pieces.view(torch.int64), parts.view(torch.int64)
-
-
-def _cut(counts: Integers) -> tuple[Integers, Integers, Integers]:
-    """Number the parts of things that have so many: each thing's first, and of each part its thing and place in it."""
-    first = np.cumsum(counts) - counts
-    things = np.repeat(np.arange(counts.size), counts)
-    return first, things, np.arange(things.size) - first[things]
 
 
 class UnsoundError(ArithmeticError):
@@ -234,10 +231,6 @@ def _head(rows: int, pieces: Pieces) -> list[tuple[torch.dtype, int]]:
         (torch.float64, pieces.parts),
         (torch.int32, pieces.rows.size),
     ]
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 16) * 16
 
 
 def _head_bytes(rows: int, pieces: Pieces) -> int:
@@ -368,10 +361,8 @@ class DeviceKernels:
     def _scatter(
         self, targets: NDArray[Any], counts: Integers, offsets: Integers | None, values: Reals, adds: bool
     ) -> None:
-        pieces = -(-counts // _ENTRIES)
-        rows = np.repeat(np.arange(counts.size), pieces)
-        first = (np.arange(rows.size) - (np.cumsum(pieces) - pieces)[rows]) * _ENTRIES
-        starts = np.cumsum(counts) - counts
+        _, rows, number = numbered(-(-counts // _ENTRIES))
+        starts, first = np.cumsum(counts) - counts, number * _ENTRIES
         table = np.stack([rows, starts[rows] + first, np.minimum(_ENTRIES, counts[rows] - first)], 1)
         arrays = [targets, table, values] if offsets is None else [targets, table, values, offsets]
         sent, cut, numbers, *where = to_device(arrays, self._device)

@@ -1,17 +1,10 @@
-"""The compiled loops of :mod:`pscore.selection.host.rounding`."""
+"""The compiled loop of :mod:`pscore.selection.host.rounding`."""
 
 # mypy: ignore-errors
 
 import numpy as np
 
 from pscore.jit import compiled
-
-
-@compiled
-def widen(bits, numbers):
-    """Write the numbers whose bits in bf16 are ``bits``, uint16, to ``numbers``: the bits of fp32, uint32."""
-    for i in range(bits.size):
-        numbers[i] = np.uint32(bits[i]) << np.uint32(16)
 
 
 @compiled

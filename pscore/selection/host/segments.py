@@ -97,16 +97,20 @@ class _Passed(NamedTuple):
     excess: NDArray[np.float64]
 
 
+def numbered(counts: Integers) -> tuple[Integers, Integers, Integers]:
+    """Number the parts of things that have so many: each thing's first, and of each part its thing and place in it."""
+    first = np.cumsum(counts) - counts
+    things = np.repeat(np.arange(counts.size), counts)
+    return first, things, np.arange(things.size) - first[things]
+
+
 class _Pieces:
     """The pieces of tensors of these sizes, none of which is 0."""
 
     def __init__(self, sizes: Integers) -> None:
-        counts = -(-sizes // PIECE)
-        self.starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
-        self.table: NDArray[Any] = np.zeros(int(counts.sum()), _PIECE)
-        rows = np.repeat(np.arange(sizes.size), counts)
-        self.table["row"] = rows
-        self.table["first"] = (np.arange(rows.size) - self.starts[rows]) * PIECE
+        self.starts, rows, number = numbered(-(-sizes // PIECE))
+        self.table: NDArray[Any] = np.zeros(rows.size, _PIECE)
+        self.table["row"], self.table["first"] = rows, number * PIECE
         self.table["size"] = np.minimum(PIECE, sizes[rows] - self.table["first"])
         ends = np.cumsum(self.table["size"])
         parts = parts_of(int(ends[-1]))

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pscore.selection.host.rounding import widened
 from pscore.wire.codecs import value_loops as loops
 from pscore.wire.codecs.bounded import INT4, INT8
 from pscore.wire.codecs.format import ValueFormat, Values
@@ -36,7 +37,7 @@ def _read_fp16(data: bytes, count: int) -> Values:
 
 
 def _read_bf16(data: bytes, count: int) -> Values:
-    return _require_finite("bf16", _widen_bf16(np.frombuffer(data, "<u2")))
+    return _require_finite("bf16", widened(np.frombuffer(data, "<u2")))
 
 
 def _require_finite(name: str, values: Values, finite: bool | None = None) -> Values:
@@ -52,7 +53,7 @@ def _write_fp16(values: Values) -> tuple[bytes, Values]:
 
 def _write_bf16(values: Values) -> tuple[bytes, Values]:
     bits = _narrowed(values, torch.bfloat16)
-    return bits.tobytes(), _widen_bf16(bits)
+    return bits.tobytes(), widened(bits)
 
 
 def _narrowed(values: Values, dtype: torch.dtype) -> NDArray[np.uint16]:
@@ -62,10 +63,6 @@ def _narrowed(values: Values, dtype: torch.dtype) -> NDArray[np.uint16]:
         part = torch.from_numpy(values[first : first + _SERIAL]).clamp(-largest, largest).to(dtype)
         bits[first : first + _SERIAL] = part.view(torch.uint16).numpy()
     return bits
-
-
-def _widen_bf16(bits: NDArray[np.uint16]) -> Values:
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def _words(name: str, dtype: Any) -> ValueFormat:
@@ -139,7 +136,7 @@ def host_values(values: torch.Tensor) -> Values:
     """
     tensor = values.detach().cpu()
     if tensor.dtype == torch.bfloat16:
-        return _widen_bf16(tensor.contiguous().view(torch.uint16).numpy())
+        return widened(tensor.contiguous().view(torch.uint16).numpy())
     return tensor.numpy().astype("float32", copy=False) if tensor.is_floating_point() else tensor.numpy()
 
 
